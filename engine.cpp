@@ -1,0 +1,7773 @@
+// engine: a single-file local inference engine.   MIT licence, see LICENSE.
+//
+// Maps a GGUF weight file, runs RoPE transformer layers on it and turns text into text. The public C API
+// is engine.h; the program around it is cli.cpp. To embed: g++ -O3 tool.cpp engine.cpp (C++17 or newer,
+// POSIX). Nothing but the C++ standard library and POSIX is needed, and the library never prints.
+//
+// CONTENTS
+//   1. BASICS     errors, log, memory, clock, floating-point mode, threads
+//   2. QUANTS     weight formats and their order of operations
+//   3. FILES      GGUF
+//   4. VOCAB      tokenizers and detokenizer
+//   5. TEMPLATE   the Jinja subset of chat templates
+//   6. MODEL      architectures, hyper-parameters, weight binding
+//   7. CPU        the operations on the CPU
+//   9. CACHE      pages of keys and values
+//   10. FORWARD   tokens to logits, once for all backends
+//   11. SAMPLER   logits to a token
+//   12. SESSION   one timeline, and the loop that generates text
+//   13. API       engine.h
+//
+// CONVENTIONS
+//   - Strictly bottom-up: nothing is used before it is defined, and there are no forward declarations.
+//   - Everything is static but the API. A zero-initialised struct means defaults.
+//   - Error is thrown at load time, for bad input and for I/O, and is caught in chapter API only. The
+//     token loop does not throw.
+//   - Matrices are [n_out, n_in], y = W x. Shapes stand in comments, outermost dimension first.
+//   - The plain C++ version of an operation defines its result bit for bit. The SIMD versions equal it
+//     exactly. The orders of addition are written down in chapters QUANTS and CPU.
+
+// The floating-point rules are the source's own, so that a bare `g++ -O3` gives the same bits as the Makefile:
+// a product and a sum are fused only where std::fma or a fused intrinsic says so.
+#if defined(__FAST_MATH__)
+#error "engine.cpp defines its results bit for bit and cannot be compiled with -ffast-math"
+#endif
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" // g++ 12 sees _mm512_undefined() in its own headers
+#endif
+
+#include "engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cfenv>
+#include <charconv>
+#include <climits>
+#include <cmath>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <fcntl.h>
+#include <initializer_list>
+#include <locale.h>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <string_view>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "engine.cpp maps little-endian files in place and needs a little-endian machine"
+#endif
+
+#include "backend.h"
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------
+// 1. BASICS
+//
+// Errors, the log, memory, a byte cursor, the clock, the floating-point mode and the thread pool: what
+// every later chapter leans on. Knows nothing of models or files. Invariant: nothing here prints, exits
+// or aborts.
+// ---------------------------------------------------------------------------------------------------
+
+using std::size_t;
+using std::string;
+using std::string_view;
+using std::vector;
+
+// The one exception type. `code` is one of ENGINE_E*; `msg` is for people: it names file, field and reason.
+struct Error {
+    int code;
+    string msg;
+};
+
+__attribute__((format(printf, 1, 0))) static string vstrf(const char *fmt, va_list args) {
+    va_list again;
+    va_copy(again, args);
+    int n = vsnprintf(nullptr, 0, fmt, again);
+    va_end(again);
+    string s(n > 0 ? size_t(n) : 0, '\0');
+    if (n > 0)
+        vsnprintf(&s[0], s.size() + 1, fmt, args);
+    return s;
+}
+
+__attribute__((format(printf, 1, 2))) static string strf(const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    string s = vstrf(fmt, args);
+    va_end(args);
+    return s;
+}
+
+[[noreturn, gnu::format(printf, 2, 3)]] static void fail(int code, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    string s = vstrf(fmt, args);
+    va_end(args);
+    throw Error{code, std::move(s)};
+}
+
+// Names from a file are untrusted bytes; messages show them cut to 64 bytes, with anything that is not
+// printable ASCII as '?'.
+static string show(string_view s) {
+    string out(s.substr(0, 64));
+    for (char &c : out)
+        if (c < 0x20 || c > 0x7e)
+            c = '?';
+    return s.size() > 64 ? out + "..." : out;
+}
+
+static std::atomic<engine_log_fn> log_fn{nullptr};
+static std::atomic<void *> log_user{nullptr};
+
+// level: ENGINE_LOG_INFO or ENGINE_LOG_WARN. Without a callback the text goes nowhere.
+__attribute__((format(printf, 2, 3))) static void log_msg(int level, const char *fmt, ...) {
+    engine_log_fn fn = log_fn.load();
+    if (!fn)
+        return;
+    va_list args;
+    va_start(args, fmt);
+    string s = vstrf(fmt, args);
+    va_end(args);
+    fn(log_user.load(), level, s.c_str());
+}
+
+static double now_seconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+// Zeroed, page-aligned bytes that the kernel provides when they are first touched.
+struct buffer {
+    uint8_t *data = nullptr;
+    size_t size = 0;
+
+    buffer() = default;
+    buffer(size_t bytes, const char *what) : size(bytes) {
+        if (!bytes)
+            return;
+        void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED)
+            fail(ENGINE_ENOMEM, "out of memory: %s needs %.1f MiB", what, double(bytes) / (1 << 20));
+        data = static_cast<uint8_t *>(p);
+    }
+    buffer(buffer &&o) noexcept : data(o.data), size(o.size) { o.data = nullptr, o.size = 0; }
+    buffer &operator=(buffer &&o) noexcept {
+        std::swap(data, o.data);
+        std::swap(size, o.size);
+        return *this;
+    }
+    ~buffer() {
+        if (data)
+            munmap(data, size);
+    }
+};
+
+// Reads little-endian values from bytes that are not trusted: every read is checked first, so a claimed
+// length can never allocate or reach beyond the end.
+struct cursor {
+    const uint8_t *base;
+    uint64_t size;
+    uint64_t at;
+    string file; // for messages
+
+    uint64_t left() const { return size - at; }
+
+    const uint8_t *take(uint64_t n, const char *what) {
+        if (n > left())
+            fail(ENGINE_EFORMAT, "%s: file ends inside %s: %llu bytes needed at offset %llu, %llu left", file.c_str(),
+                 what, (unsigned long long)n, (unsigned long long)at, (unsigned long long)left());
+        const uint8_t *p = base + at;
+        at += n;
+        return p;
+    }
+    template <class T> T get(const char *what) {
+        T v;
+        memcpy(&v, take(sizeof v, what), sizeof v);
+        return v;
+    }
+};
+
+// Round to nearest, denormals kept, for as long as it lives; the caller's mode comes back afterwards.
+struct fp_mode {
+    fenv_t saved;
+    fp_mode() {
+        fegetenv(&saved);
+        fesetround(FE_TONEAREST);
+#if defined(__x86_64__)
+        _mm_setcsr(0x1f80); // all exceptions masked, nearest, no flush to zero
+#endif
+    }
+    ~fp_mode() { fesetenv(&saved); }
+    fp_mode(const fp_mode &) = delete;
+};
+
+// Tells the processor that this is a spin loop.
+static inline void spin_pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// `size` workers, the calling thread being worker 0. A worker spins for some tens of microseconds after
+// its work, which covers the gaps inside a decode step, then sleeps: an idle pool costs nothing.
+struct thread_pool {
+    using task = void (*)(void *arg, int worker);
+    const int size;
+
+    explicit thread_pool(int n_threads) : size(n_threads) {
+        try {
+            for (int w = 1; w < size; w++)
+                threads.emplace_back([this, w] { work(w); });
+        } catch (const std::exception &e) {
+            stop_all();
+            fail(ENGINE_ENOMEM, "cannot start %d threads: %s", size, e.what());
+        }
+    }
+    ~thread_pool() { stop_all(); }
+    thread_pool(const thread_pool &) = delete;
+
+    // Calls fn(arg, w) once for each worker w and returns when all are done. One caller at a time.
+    void run(task fn, void *arg) {
+        current_fn = fn, current_arg = arg;
+        running.store(size - 1);
+        generation.fetch_add(1);
+        if (sleepers.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex);
+            wake.notify_all();
+        }
+        fn(arg, 0);
+        for (int i = 0; running.load() > 0; i++)
+            i < SPIN ? spin_pause() : std::this_thread::yield();
+    }
+
+  private:
+    static constexpr int SPIN = 2000;
+    task current_fn = nullptr;
+    void *current_arg = nullptr;
+    std::atomic<uint64_t> generation{0};
+    std::atomic<int> running{0}, sleepers{0};
+    std::atomic<bool> stopping{false};
+    std::mutex mutex;
+    std::condition_variable wake;
+    vector<std::thread> threads;
+
+    void work(int worker) {
+        fp_mode mode;
+        for (uint64_t seen = 0;;) {
+            for (int i = 0; i < SPIN && generation.load() == seen; i++)
+                spin_pause();
+            if (generation.load() == seen) {
+                std::unique_lock<std::mutex> lock(mutex);
+                sleepers.fetch_add(1);
+                wake.wait(lock, [&] { return generation.load() != seen; });
+                sleepers.fetch_sub(1);
+            }
+            seen++;
+            if (stopping.load())
+                return;
+            current_fn(current_arg, worker);
+            running.fetch_sub(1);
+        }
+    }
+    void stop_all() {
+        stopping.store(true);
+        generation.fetch_add(1);
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            wake.notify_all();
+        }
+        for (std::thread &t : threads)
+            t.join();
+    }
+};
+
+// body(begin, end, worker) over [0, n) in pieces of `grain`, taken from a counter so that a slow worker
+// takes fewer. Which worker takes which piece varies; results must not depend on it.
+template <class F> static void parallel(thread_pool &pool, int64_t n, int64_t grain, F &&body) {
+    if (pool.size == 1 || n <= grain) {
+        if (n > 0)
+            body(int64_t(0), n, 0);
+        return;
+    }
+    struct shared {
+        std::atomic<int64_t> next{0};
+        int64_t n, grain;
+        F *body;
+    } s;
+    s.n = n, s.grain = grain, s.body = &body;
+    pool.run(
+        [](void *arg, int worker) {
+            shared &s = *static_cast<shared *>(arg);
+            for (int64_t i; (i = s.next.fetch_add(s.grain)) < s.n;)
+                (*s.body)(i, std::min(i + s.grain, s.n), worker);
+        },
+        &s);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 2. QUANTS
+//
+// The formats of weights and the conversions between floats. The formats themselves, layouts and decoding,
+// stand once in shaders/quants.h, which the GPU backends share; this chapter makes the C++ table of it,
+// decodes whole rows, and writes down the order of operations of every product. Knows nothing of files
+// or processors. Invariant: plain C++ gives the same bits as any instruction set.
+//
+// ORDER OF OPERATIONS. A product of a weight row with an activation row has exactly one value per format;
+// every kernel of the CPU equals it bit for bit. All floats are f32, all roundings to nearest even, fma is
+// fused, every other product and sum is rounded by itself.
+//
+// Activations, once per row and kind (ACT_Q8_32: blocks of 32; ACT_Q8_256: blocks of 256):
+//     amax = max |x_i|, compared as bit patterns, so that a NaN wins
+//     amax not finite:  dx = NaN, all q_i = 0
+//     amax < 2^-100:    dx = 0,   all q_i = 0
+//     else              dx = amax / 127,  q_i = nearest even of x_i * (127 / amax), an int8 in [-127, 127]
+//
+// Weights, per block b of the row: quants w_i, d, dmin or m as in shaders/quants.h; sub-blocks s have integer
+// sc_s and mn_s. dot and sum run over a block's (or sub-block's) values in exact int32 arithmetic. Eight partial
+// sums p[0..7] start at +0; block b changes p[b % 8], blocks ascending, and where two lines stand, in that order:
+//
+//     Q4_0  Q5_0  Q8_0        p = fma(d * dx, dot(w, q), p)
+//     IQ4_NL  MXFP4           the same; MXFP4: w doubled, d = 2^(e - 128)
+//     Q4_1  Q5_1              p = fma(d * dx, dot(w, q), p)
+//                             p = fma(m * dx, sum(q), p)
+//     Q3_K  Q6_K  (s of 16)   p = fma(d * dx, SUM_s sc_s * dot_s(w, q), p)
+//     IQ4_XS      (s of 32)   the same
+//     Q2_K        (s of 16)   p = fma(d * dx, SUM_s sc_s * dot_s(w, q), p)
+//     Q4_K  Q5_K  (s of 32)   p = fma(-(dmin * dx), SUM_s mn_s * sum_s(q), p)
+//
+//     result = ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7))
+//
+// The integers are converted to f32 with rounding: SUM_s can pass 2^24 (it stays below 2^31).
+//
+//     F32  F16  BF16          w_k widened to f32; sixteen partial sums from +0:
+//                             p[k % 16] = fma(w_k, x_k, p[k % 16]), k ascending
+//
+//     r_i = p_i + p_(i+8);  result = ((r0 + r4) + (r2 + r6)) + ((r1 + r5) + (r3 + r7))
+//
+// The last two lines are the sixteen-sum rule, which other reductions over a row use as well.
+// ---------------------------------------------------------------------------------------------------
+
+struct format {
+    const char *name; // "Q4_K"
+    int type;         // TYPE_*, the id in a file
+    int block;        // values per block
+    int bytes;        // per block
+    int sub;          // values per sub-block
+    int act;          // ACT_*: the activations it is multiplied with
+    bool mins;        // values have an offset: Q4_1, Q5_1, Q2_K, Q4_K, Q5_K
+};
+
+#define FORMAT_ROW(name, id, block, bytes, sub, act, mins) {#name, id, block, bytes, sub, act, mins != 0},
+static const format formats[] = {Q_FORMATS(FORMAT_ROW)};
+#undef FORMAT_ROW
+
+// Null when the type is not one of ours.
+static const format *find_format(int type) {
+    for (const format &f : formats)
+        if (f.type == type)
+            return &f;
+    return nullptr;
+}
+
+// Bytes of a row of n values, n a multiple of f.block and no more than a file can hold.
+static uint64_t row_bytes(const format &f, uint64_t n) { return n / uint64_t(f.block) * uint64_t(f.bytes); }
+
+static float half_to_float(uint16_t h) { return q_half(h); }
+
+static float bf16_to_float(uint16_t h) { return q_float(uint32_t(h) << 16); }
+
+static uint32_t float_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+// Nearest even, whatever the processor's rounding mode; too large becomes infinity; a NaN stays one, made quiet.
+static uint16_t float_to_half(float f) {
+    uint32_t u = float_bits(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+    if (a > 0x7f800000)
+        return uint16_t(sign | 0x7e00 | (a >> 13 & 0x3ff));
+    if (a >= 0x477ff000) // 65520, half way from the largest half to the next power of two
+        return uint16_t(sign | 0x7c00);
+    if (a < 0x33000000) // 2^-25, half the smallest one
+        return uint16_t(sign);
+    bool denormal = a < 0x38800000; // 2^-14
+    uint32_t m = denormal ? (a & 0x7fffff) | 0x800000 : a - (112u << 23);
+    uint32_t shift = denormal ? 126 - (a >> 23) : 13;
+    uint32_t r = m >> shift, rest = m & ((1u << shift) - 1), middle = 1u << (shift - 1);
+    return uint16_t(sign | (r + (rest > middle || (rest == middle && (r & 1)))));
+}
+
+// Likewise.
+static uint16_t float_to_bf16(float f) {
+    uint32_t u = float_bits(f);
+    if ((u & 0x7fffffff) > 0x7f800000)
+        return uint16_t(u >> 16 | 0x40);
+    return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+// The scale and the offset are read once per sub-block; the value is the same as q_value's.
+template <int TYPE, int BLOCK, int BYTES, int SUB>
+static void decode_blocks(const uint8_t *row, float *out, int64_t n) {
+    for (int64_t b = 0; b < n / BLOCK; b++, row += BYTES)
+        for (int s = 0; s < BLOCK / SUB; s++) {
+            if (BLOCK == 1) {
+                *out++ = q_value(TYPE, row, 0);
+                continue;
+            }
+            float scale = q_scale(TYPE, row, s), offset = q_offset(TYPE, row, s);
+            for (int i = s * SUB; i < (s + 1) * SUB; i++)
+                *out++ = q_compose(scale, q_quant(TYPE, row, i), offset);
+        }
+}
+
+// n values, a multiple of the format's block. The type is one that find_format knows.
+static void decode_row(int type, const uint8_t *row, float *out, int64_t n) {
+#define DECODE_CASE(name, id, block, bytes, sub, act, mins)                                                            \
+    case id:                                                                                                           \
+        decode_blocks<id, block, bytes, sub>(row, out, n);                                                             \
+        break;
+    switch (type) { Q_FORMATS(DECODE_CASE) }
+#undef DECODE_CASE
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 3. FILES
+//
+// GGUF model files, versions 2 and 3, in one part or several: the metadata (typed, checked values) and a
+// table of tensors that point into the mapped bytes. Nothing is copied: names, strings and weights are
+// views into the file. Knows nothing of what keys or tensors mean, but for general.alignment and split.*.
+// Invariant: once open_model_file has returned, every view lies inside the file, so later chapters index
+// without looking back; and a claimed count or length was compared with the bytes that are left before
+// anything was allocated or skipped for it.
+// ---------------------------------------------------------------------------------------------------
+
+// What a getter asks for: any type of the kind will do.
+enum meta_kind { KIND_INT, KIND_FLOAT, KIND_BOOL, KIND_STRING, KIND_ARRAY };
+static const char *const meta_kind_names[] = {"an integer", "a float", "a bool", "a string", "an array"};
+
+// Value types of metadata in the order of the file's numbers: name, name in messages, kind, bytes (0: not fixed).
+#define META_TYPE_LIST(X)                                                                                              \
+    X(U8, "u8", KIND_INT, 1)                                                                                           \
+    X(I8, "i8", KIND_INT, 1)                                                                                           \
+    X(U16, "u16", KIND_INT, 2)                                                                                         \
+    X(I16, "i16", KIND_INT, 2)                                                                                         \
+    X(U32, "u32", KIND_INT, 4)                                                                                         \
+    X(I32, "i32", KIND_INT, 4)                                                                                         \
+    X(F32, "f32", KIND_FLOAT, 4)                                                                                       \
+    X(BOOL, "bool", KIND_BOOL, 1)                                                                                      \
+    X(STRING, "string", KIND_STRING, 0)                                                                                \
+    X(ARRAY, "array", KIND_ARRAY, 0)                                                                                   \
+    X(U64, "u64", KIND_INT, 8)                                                                                         \
+    X(I64, "i64", KIND_INT, 8)                                                                                         \
+    X(F64, "f64", KIND_FLOAT, 8)
+
+#define META_ENUM(id, name, kind, bytes) META_##id,
+enum meta_type { META_TYPE_LIST(META_ENUM) META_TYPES };
+#undef META_ENUM
+
+struct meta_type_info {
+    const char *name;
+    meta_kind kind;
+    int bytes; // of one value; 0: not fixed
+};
+#define META_ROW(id, name, kind, bytes) {name, kind, bytes},
+static const meta_type_info meta_types[META_TYPES] = {META_TYPE_LIST(META_ROW)};
+#undef META_ROW
+
+struct meta_value {
+    string_view key;
+    const uint8_t *data; // the value's bytes in the file: a string's characters, an array's first item
+    uint64_t bytes;      // of data
+    uint64_t count;      // items of an array, else 1
+    int type;            // meta_type
+    int item;            // meta_type of an array's items, else the same as type
+};
+
+// Unaligned little-endian values of a type that the caller has checked. A u64 beyond int64_t reads as its largest
+// value, which no range check of a caller lets pass.
+static int64_t meta_int(int type, const uint8_t *p) {
+    uint64_t v = 0;
+    memcpy(&v, p, size_t(meta_types[type].bytes));
+    switch (type) {
+    case META_I8:
+        return int8_t(v);
+    case META_I16:
+        return int16_t(v);
+    case META_I32:
+        return int32_t(v);
+    case META_U64:
+        return int64_t(std::min(v, uint64_t(INT64_MAX)));
+    default:
+        return int64_t(v);
+    }
+}
+
+static double meta_float(int type, const uint8_t *p) {
+    float f;
+    double d;
+    if (type == META_F64)
+        return memcpy(&d, p, sizeof d), d;
+    return memcpy(&f, p, sizeof f), double(f);
+}
+
+// An array whose items have been checked to be of the kind that was asked for; empty when the key is absent.
+// The accessors are total: index below count is the only duty of the caller.
+struct meta_array {
+    int type = META_U8; // of the items
+    uint64_t count = 0;
+    const uint8_t *data = nullptr; // null: no such key
+
+    int64_t int_at(uint64_t i) const { return meta_int(type, data + i * uint64_t(meta_types[type].bytes)); }
+    double float_at(uint64_t i) const { return meta_float(type, data + i * uint64_t(meta_types[type].bytes)); }
+    bool bool_at(uint64_t i) const { return data[i] != 0; }
+
+    // Strings have no index in the file, so they are walked: for (string_view s : array). Lengths were checked
+    // when the file was opened.
+    struct iterator {
+        const uint8_t *at;
+        uint64_t left;
+
+        uint64_t length() const {
+            uint64_t n;
+            memcpy(&n, at, sizeof n);
+            return n;
+        }
+        string_view operator*() const { return {reinterpret_cast<const char *>(at + 8), size_t(length())}; }
+        iterator &operator++() {
+            at += 8 + length();
+            left--;
+            return *this;
+        }
+        bool operator!=(const iterator &o) const { return left != o.left; }
+    };
+    iterator begin() const { return {data, count}; }
+    iterator end() const { return {nullptr, 0}; }
+};
+
+// The value for people: numbers and strings as they are, arrays as "[n items]".
+static string meta_text(const meta_value &v) {
+    switch (meta_types[v.type].kind) {
+    case KIND_INT:
+        if (v.type == META_U64) {
+            uint64_t n;
+            memcpy(&n, v.data, sizeof n);
+            return std::to_string(n);
+        }
+        return std::to_string(meta_int(v.type, v.data));
+    case KIND_FLOAT: { // a short text that reads back as the same value
+        double d = meta_float(v.type, v.data);
+        for (int digits = 6;; digits++) {
+            string s = strf("%.*g", digits, d);
+            double back = strtod(s.c_str(), nullptr);
+            if (digits == 17 || (v.type == META_F32 ? float(back) == float(d) : back == d)) {
+                std::replace(s.begin(), s.end(), ',', '.'); // the host program's locale may want a comma
+                return s;
+            }
+        }
+    }
+    case KIND_BOOL:
+        return *v.data ? "true" : "false";
+    case KIND_STRING:
+        return string(reinterpret_cast<const char *>(v.data), size_t(v.bytes));
+    default:
+        return strf("[%llu items]", (unsigned long long)v.count);
+    }
+}
+
+struct tensor_info {
+    string_view name;
+    int type;            // a format's type, or one of the integer types of plain_types
+    int n_dims;          // 1 ... 4
+    uint64_t dims[4];    // dims[0] = row length; unused = 1
+    const uint8_t *data; // bytes of weights in the file, aligned to general.alignment
+    uint64_t bytes;
+};
+
+// One error message has 256 bytes in all; of a long path its end says enough.
+static string show_path(const string &path) { return path.size() <= 80 ? path : "..." + path.substr(path.size() - 77); }
+
+struct model_file {
+    string path;
+    vector<meta_value> keys;       // in file order; of the first part
+    vector<tensor_info> tensors;   // in file order, part after part
+    vector<buffer> parts;          // the bytes, mapped or read; empty when somebody else owns them
+    vector<uint32_t> key_index;    // keys by name
+    vector<uint32_t> tensor_index; // tensors by name
+
+    const tensor_info *find(string_view name) const {
+        auto it = std::lower_bound(tensor_index.begin(), tensor_index.end(), name,
+                                   [this](uint32_t i, string_view n) { return tensors[i].name < n; });
+        return it != tensor_index.end() && tensors[*it].name == name ? &tensors[*it] : nullptr;
+    }
+    const meta_value *meta(string_view key) const {
+        auto it = std::lower_bound(key_index.begin(), key_index.end(), key,
+                                   [this](uint32_t i, string_view k) { return keys[i].key < k; });
+        return it != key_index.end() && keys[*it].key == key ? &keys[*it] : nullptr;
+    }
+
+    // Error "PATH: KEY: reason".
+    [[noreturn, gnu::format(printf, 3, 4)]] void bad(string_view key, const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        string reason = vstrf(fmt, args);
+        va_end(args);
+        fail(ENGINE_EFORMAT, "%s: %s: %s", show_path(path).c_str(), show(key).c_str(), reason.c_str());
+    }
+
+    // Typed values. With get_ a missing key gives the fallback, with need_ it is an Error; a value of another kind
+    // or outside its range always is.
+    int64_t get_int(string_view key, int64_t fallback, int64_t lo, int64_t hi) const {
+        const meta_value *v = typed(key, KIND_INT);
+        return v ? in_range(*v, lo, hi) : fallback;
+    }
+    int64_t need_int(string_view key, int64_t lo, int64_t hi) const {
+        return in_range(needed(key, typed(key, KIND_INT)), lo, hi);
+    }
+    double get_float(string_view key, double fallback) const {
+        const meta_value *v = typed(key, KIND_FLOAT);
+        return v ? finite(*v) : fallback;
+    }
+    double need_float(string_view key) const { return finite(needed(key, typed(key, KIND_FLOAT))); }
+    bool get_bool(string_view key, bool fallback) const {
+        const meta_value *v = typed(key, KIND_BOOL);
+        return v ? *v->data != 0 : fallback;
+    }
+    string_view get_string(string_view key, string_view fallback) const {
+        const meta_value *v = typed(key, KIND_STRING);
+        return v ? string_view(reinterpret_cast<const char *>(v->data), size_t(v->bytes)) : fallback;
+    }
+    string_view need_string(string_view key) const {
+        needed(key, meta(key));
+        return get_string(key, {});
+    }
+    // items: KIND_INT, KIND_FLOAT, KIND_BOOL or KIND_STRING.
+    meta_array get_array(string_view key, meta_kind items) const {
+        const meta_value *v = typed(key, KIND_ARRAY);
+        if (!v)
+            return {};
+        if (meta_types[v->item].kind != items)
+            bad(key, "is an array of %s, expected %s in each item", meta_types[v->item].name, meta_kind_names[items]);
+        return {v->item, v->count, v->data};
+    }
+    meta_array need_array(string_view key, meta_kind items) const {
+        needed(key, meta(key));
+        return get_array(key, items);
+    }
+
+    // Asks the kernel to read the weights ahead. A cold file may keep the caller waiting for the disk, so this is
+    // for the moment when they are about to be used, not for a look at the metadata.
+    void read_ahead() const {
+        for (const buffer &b : parts)
+            madvise(b.data, b.size, MADV_WILLNEED);
+    }
+
+    // Builds the two indexes; a name that is there twice is an Error. Sorting, not hashing: no choice of names makes
+    // it slow.
+    void index() {
+        auto key_name = [this](uint32_t i) { return keys[i].key; };
+        auto tensor_name = [this](uint32_t i) { return tensors[i].name; };
+        sort_index(key_index, keys.size(), key_name, "key");
+        sort_index(tensor_index, tensors.size(), tensor_name, "tensor");
+    }
+
+  private:
+    const meta_value *typed(string_view key, meta_kind kind) const {
+        const meta_value *v = meta(key);
+        if (v && meta_types[v->type].kind != kind)
+            bad(key, "has type %s, expected %s", meta_types[v->type].name, meta_kind_names[kind]);
+        return v;
+    }
+    const meta_value &needed(string_view key, const meta_value *v) const {
+        if (!v)
+            bad(key, "is missing");
+        return *v;
+    }
+    int64_t in_range(const meta_value &v, int64_t lo, int64_t hi) const {
+        int64_t n = meta_int(v.type, v.data);
+        if (n < lo || n > hi)
+            bad(v.key, "is %s, expected %lld ... %lld", meta_text(v).c_str(), (long long)lo, (long long)hi);
+        return n;
+    }
+    double finite(const meta_value &v) const {
+        double d = meta_float(v.type, v.data);
+        if (!std::isfinite(d))
+            bad(v.key, "is %s, expected a finite number", meta_text(v).c_str());
+        return d;
+    }
+    template <class F> void sort_index(vector<uint32_t> &order, size_t n, F name, const char *what) {
+        order.resize(n);
+        for (size_t i = 0; i < n; i++)
+            order[i] = uint32_t(i);
+        std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return name(a) < name(b); });
+        for (size_t i = 1; i < n; i++)
+            if (name(order[i - 1]) == name(order[i]))
+                bad(name(order[i]), "this %s is in the file twice", what);
+    }
+};
+
+// What GGML numbers besides the formats of chapter QUANTS. Integers are tables that some models carry; the others are
+// named so that a message can name them.
+struct plain_type {
+    uint32_t type;
+    const char *name;
+    int bytes; // of one value; 0: not supported
+};
+static const plain_type plain_types[] = {
+    {24, "I8", 1},    {25, "I16", 2},     {26, "I32", 4},    {27, "I64", 8},     {28, "F64", 8},   {9, "Q8_1", 0},
+    {15, "Q8_K", 0},  {16, "IQ2_XXS", 0}, {17, "IQ2_XS", 0}, {18, "IQ3_XXS", 0}, {19, "IQ1_S", 0}, {21, "IQ3_S", 0},
+    {22, "IQ2_S", 0}, {29, "IQ1_M", 0},   {34, "TQ1_0", 0},  {35, "TQ2_0", 0},   {40, "NVFP4", 0},
+};
+static const uint32_t removed_types[] = {4, 5, 31, 32, 33, 36, 37, 38}; // once in GGML, no longer defined there
+
+// Limits. They bound the memory that the tables take (about 20 MiB) and are far beyond any model.
+static const uint64_t MAX_KEYS = 1 << 16, MAX_KEY_LENGTH = 65535;
+static const uint64_t MAX_TENSORS = 1 << 17, MAX_TENSOR_NAME = 256;
+// The specification wants a multiple of 8, so that every element of every type is aligned. No kernel relies on it.
+static const int64_t MIN_ALIGNMENT = 8, MAX_ALIGNMENT = 1 << 20;
+static const int MAX_PARTS = 99999; // five digits in the names
+
+// Tells people what they have when it is not a GGUF file.
+static void check_magic(cursor &c) {
+    struct other {
+        const char *start, *what;
+    };
+    static const other others[] = {
+        {"FUGG", "a byte-swapped GGUF file"},
+        {"GGJT", "an old GGML file; convert it to GGUF"},
+        {"TJGG", "an old GGML file; convert it to GGUF"},
+        {"GGML", "an old GGML file; convert it to GGUF"},
+        {"LMGG", "an old GGML file; convert it to GGUF"},
+        {"GGMF", "an old GGML file; convert it to GGUF"},
+        {"FMGG", "an old GGML file; convert it to GGUF"},
+        {"VERS", "text, perhaps a Git LFS pointer instead of the model that it stands for"},
+        {"<!DO", "a web page, not a model"},
+        {"<HTM", "a web page, not a model"},
+        {"PK\x03\x04", "a ZIP archive, perhaps a PyTorch checkpoint; convert it to GGUF"},
+    };
+    string start(reinterpret_cast<const char *>(c.take(4, "the magic")), 4);
+    if (start == "GGUF")
+        return;
+    string upper = start;
+    for (char &ch : upper)
+        ch = ch >= 'a' && ch <= 'z' ? char(ch - 32) : ch;
+    for (const other &o : others)
+        if (upper == o.start)
+            fail(ENGINE_EFORMAT, "%s: magic: this is %s", c.file.c_str(), o.what);
+    if (c.size > 8 && c.base[8] == '{')
+        fail(ENGINE_EFORMAT, "%s: magic: this looks like a safetensors file, not GGUF", c.file.c_str());
+    fail(ENGINE_EFORMAT, "%s: magic: not a GGUF file; it starts with \"%s\"", c.file.c_str(), show(start).c_str());
+}
+
+static void check_version(cursor &c) {
+    uint32_t v = c.get<uint32_t>("the version");
+    if (v == 2 || v == 3)
+        return;
+    const char *file = c.file.c_str();
+    if (v && (v & 0xffff) == 0)
+        fail(ENGINE_EUNSUPPORTED, "%s: version 0x%08x: a big-endian file; only little-endian ones are read", file, v);
+    if (v < 2)
+        fail(ENGINE_EUNSUPPORTED, "%s: version %u unsupported; versions 2 and 3 are read", file, v);
+    fail(ENGINE_EUNSUPPORTED, "%s: version %u is newer than versions 2 and 3, which are read", file, v);
+}
+
+// A count of things that take at least `least` bytes each.
+static uint64_t read_count(cursor &c, const char *what, uint64_t least, uint64_t limit) {
+    uint64_t n = c.get<uint64_t>(what);
+    if (n > limit)
+        fail(ENGINE_EFORMAT, "%s: %s: is %llu, more than %llu", c.file.c_str(), what, (unsigned long long)n,
+             (unsigned long long)limit);
+    if (n > c.left() / least)
+        fail(ENGINE_EFORMAT, "%s: %s: is %llu, but only %llu bytes follow; the file is cut off or damaged",
+             c.file.c_str(), what, (unsigned long long)n, (unsigned long long)c.left());
+    return n;
+}
+
+static string_view read_name(cursor &c, const char *what, uint64_t limit) {
+    uint64_t n = c.get<uint64_t>(what);
+    if (n == 0)
+        fail(ENGINE_EFORMAT, "%s: %s: is empty", c.file.c_str(), what);
+    if (n > limit)
+        fail(ENGINE_EFORMAT, "%s: %s: is %llu bytes long, more than %llu", c.file.c_str(), what, (unsigned long long)n,
+             (unsigned long long)limit);
+    return {reinterpret_cast<const char *>(c.take(n, what)), size_t(n)};
+}
+
+static void check_bools(const cursor &c, const meta_value &v) {
+    for (uint64_t i = 0; i < v.bytes; i++)
+        if (v.data[i] > 1)
+            fail(ENGINE_EFORMAT, "%s: %s: a bool has the value %d", c.file.c_str(), show(v.key).c_str(), v.data[i]);
+}
+
+// Sets data, bytes and, for an array, count and item; leaves the cursor behind the value.
+static void read_value(cursor &c, meta_value &v) {
+    string key = show(v.key);
+    const char *file = c.file.c_str(), *what = key.c_str();
+    uint32_t type = c.get<uint32_t>(what), item = type;
+    if (type >= META_TYPES)
+        fail(ENGINE_EFORMAT, "%s: %s: value type %u is unknown", file, what, type);
+    if (type == META_ARRAY)
+        item = c.get<uint32_t>(what);
+    if (item >= META_TYPES)
+        fail(ENGINE_EFORMAT, "%s: %s: item type %u is unknown", file, what, item);
+    v.type = int(type), v.item = int(item), v.count = 1;
+    if (v.type == META_ARRAY) {
+        v.count = c.get<uint64_t>(what);
+        if (v.item == META_ARRAY)
+            fail(ENGINE_EUNSUPPORTED, "%s: %s: arrays of arrays are not supported", file, what);
+        uint64_t least = v.item == META_STRING ? 8 : uint64_t(meta_types[v.item].bytes);
+        if (v.count > c.left() / least)
+            fail(ENGINE_EFORMAT, "%s: %s: an array of %llu items does not fit into the %llu bytes that are left", file,
+                 what, (unsigned long long)v.count, (unsigned long long)c.left());
+    }
+    v.data = c.base + c.at;
+    if (v.item != META_STRING)
+        c.take(v.count * uint64_t(meta_types[v.item].bytes), what);
+    else if (v.type == META_STRING) {
+        v.bytes = c.get<uint64_t>(what);
+        v.data = c.take(v.bytes, what);
+        return;
+    } else
+        for (uint64_t i = 0; i < v.count; i++)
+            c.take(c.get<uint64_t>(what), what);
+    v.bytes = uint64_t(c.base + c.at - v.data);
+    if (v.item == META_BOOL)
+        check_bools(c, v);
+}
+
+// The size of a tensor's values, which also checks its type and shape.
+static uint64_t tensor_bytes(const cursor &c, const tensor_info &t, uint32_t type) {
+    string shown = show(t.name);
+    const char *file = c.file.c_str(), *name = shown.c_str();
+    uint64_t block = 1, bytes = 0;
+    if (const format *f = type <= INT_MAX ? find_format(int(type)) : nullptr)
+        block = uint64_t(f->block), bytes = uint64_t(f->bytes);
+    for (const plain_type &p : plain_types)
+        if (p.type == type) {
+            bytes = uint64_t(p.bytes);
+            if (!bytes)
+                fail(ENGINE_EUNSUPPORTED, "%s: tensor %s: type %u (%s) is not supported", file, name, type, p.name);
+        }
+    for (uint32_t removed : removed_types)
+        if (removed == type)
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s: type %u was removed from GGML", file, name, type);
+    if (!bytes)
+        fail(ENGINE_EFORMAT, "%s: tensor %s: type %u is unknown", file, name, type);
+    for (int d = 0; d < t.n_dims; d++)
+        if (t.dims[d] == 0)
+            fail(ENGINE_EFORMAT, "%s: dimension %d of %s is zero", file, d, name);
+    if (t.dims[0] % block)
+        fail(ENGINE_EFORMAT, "%s: tensor %s: row length %llu is no multiple of %s's block %llu", file, name,
+             (unsigned long long)t.dims[0], find_format(int(type))->name, (unsigned long long)block);
+    bool wraps = __builtin_mul_overflow(t.dims[0] / block, bytes, &bytes);
+    for (int d = 1; d < 4; d++)
+        wraps |= __builtin_mul_overflow(bytes, t.dims[d], &bytes);
+    if (wraps || bytes > uint64_t(INT64_MAX))
+        fail(ENGINE_EFORMAT, "%s: tensor %s: the size of %llu x %llu x %llu x %llu values overflows", file, name,
+             (unsigned long long)t.dims[0], (unsigned long long)t.dims[1], (unsigned long long)t.dims[2],
+             (unsigned long long)t.dims[3]);
+    return bytes;
+}
+
+// Everything but where the data is; returns its offset in the data section.
+static uint64_t read_tensor(cursor &c, tensor_info &t) {
+    t.name = read_name(c, "tensor name", MAX_TENSOR_NAME);
+    string what = "tensor " + show(t.name);
+    uint32_t n_dims = c.get<uint32_t>(what.c_str());
+    if (n_dims < 1 || n_dims > 4)
+        fail(ENGINE_EFORMAT, "%s: %s: has %u dimensions, expected 1 ... 4", c.file.c_str(), what.c_str(), n_dims);
+    t.n_dims = int(n_dims);
+    for (int d = 0; d < 4; d++)
+        t.dims[d] = d < t.n_dims ? c.get<uint64_t>(what.c_str()) : 1;
+    uint32_t type = c.get<uint32_t>(what.c_str());
+    t.bytes = tensor_bytes(c, t, type);
+    t.type = int(type);
+    return c.get<uint64_t>(what.c_str());
+}
+
+// Tensors lie inside the file, aligned, and do not overlap. `start`: of the data section, in the file.
+static void place_tensors(const cursor &c, vector<tensor_info> &tensors, const vector<uint64_t> &offsets,
+                          uint64_t start, uint64_t alignment) {
+    const char *file = c.file.c_str();
+    uint64_t last = start;
+    for (size_t i = 0; i < tensors.size(); i++) {
+        tensor_info &t = tensors[i];
+        string name = show(t.name);
+        if (offsets[i] % alignment)
+            fail(ENGINE_EFORMAT, "%s: tensor %s: offset %llu is no multiple of the alignment %llu", file, name.c_str(),
+                 (unsigned long long)offsets[i], (unsigned long long)alignment);
+        uint64_t end;
+        if (__builtin_add_overflow(offsets[i], start, &end) || __builtin_add_overflow(end, t.bytes, &end))
+            fail(ENGINE_EFORMAT, "%s: tensor %s: offset %llu and size %llu overflow", file, name.c_str(),
+                 (unsigned long long)offsets[i], (unsigned long long)t.bytes);
+        if (end > c.size)
+            fail(ENGINE_EFORMAT, "%s: tensor %s ends at %llu, file has %llu bytes; it is cut off or damaged", file,
+                 name.c_str(), (unsigned long long)end, (unsigned long long)c.size);
+        t.data = c.base + start + offsets[i];
+        last = std::max(last, end);
+    }
+    vector<uint32_t> order(tensors.size());
+    for (size_t i = 0; i < order.size(); i++)
+        order[i] = uint32_t(i);
+    std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return offsets[a] < offsets[b]; });
+    for (size_t i = 1; i < order.size(); i++) {
+        const tensor_info &a = tensors[order[i - 1]], &b = tensors[order[i]];
+        if (a.data + a.bytes > b.data)
+            fail(ENGINE_EFORMAT, "%s: tensor %s: overlaps tensor %s", file, show(b.name).c_str(), show(a.name).c_str());
+    }
+    if (c.size > last && c.size - last > alignment)
+        log_msg(ENGINE_LOG_WARN, "%s: %llu bytes after the last tensor are ignored", file,
+                (unsigned long long)(c.size - last));
+}
+
+// One part, from bytes that the caller keeps for as long as the result lives.
+static model_file parse_gguf(const uint8_t *data, uint64_t size, const string &path) {
+    model_file f;
+    f.path = path;
+    cursor c{data, size, 0, show_path(path)};
+    check_magic(c);
+    check_version(c);
+    // The least that a tensor takes: name, n_dims, one dimension, type, offset. A key: name, type, one byte.
+    uint64_t n_tensors = read_count(c, "tensor count", (8 + 1) + 4 + 8 + 4 + 8, MAX_TENSORS);
+    uint64_t n_keys = read_count(c, "key count", (8 + 1) + 4 + 1, MAX_KEYS);
+
+    f.keys.resize(size_t(n_keys));
+    for (meta_value &v : f.keys) {
+        v.key = read_name(c, "key", MAX_KEY_LENGTH);
+        read_value(c, v);
+    }
+    f.tensors.resize(size_t(n_tensors));
+    vector<uint64_t> offsets(f.tensors.size());
+    for (size_t i = 0; i < offsets.size(); i++)
+        offsets[i] = read_tensor(c, f.tensors[i]);
+    f.index();
+
+    static const char *const key = "general.alignment";
+    const meta_value *v = f.meta(key);
+    if (v && v->type != META_U32)
+        f.bad(key, "has type %s, expected u32", meta_types[v->type].name);
+    int64_t alignment = f.get_int(key, 32, MIN_ALIGNMENT, MAX_ALIGNMENT);
+    if (alignment & (alignment - 1))
+        f.bad(key, "is %lld, expected a power of two", (long long)alignment);
+    uint64_t mask = uint64_t(alignment) - 1;
+    place_tensors(c, f.tensors, offsets, (c.at + mask) & ~mask, uint64_t(alignment));
+    return f;
+}
+
+// The bytes of a whole file: mapped, or read into memory. A mapping is kept in a buffer too, as both end in munmap.
+static buffer load_file(const string &path, bool no_mmap) {
+    struct descriptor {
+        int fd;
+        ~descriptor() {
+            if (fd >= 0)
+                close(fd);
+        }
+    };
+    string shown = show_path(path);
+    const char *file = shown.c_str();
+    // O_NONBLOCK: opening a FIFO must not wait for a writer. It means nothing for regular files.
+    descriptor d{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+    struct stat st;
+    if (d.fd < 0 || fstat(d.fd, &st) < 0)
+        fail(ENGINE_EIO, "%s: cannot open: %s", file, strerror(errno));
+    if (S_ISDIR(st.st_mode))
+        fail(ENGINE_EIO, "%s: cannot open: is a directory", file);
+    if (!S_ISREG(st.st_mode))
+        fail(ENGINE_EIO, "%s: cannot open: is not a regular file", file);
+    if (st.st_size == 0)
+        fail(ENGINE_EFORMAT, "%s: the file is empty", file);
+    if (uint64_t(st.st_size) > SIZE_MAX / 2)
+        fail(ENGINE_EIO, "%s: cannot open: too large for this machine's addresses", file);
+    size_t size = size_t(st.st_size);
+    if (!no_mmap) {
+        buffer b;
+        void *p = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, d.fd, 0);
+        if (p == MAP_FAILED)
+            fail(ENGINE_EIO, "%s: cannot map: %s (it may still be read: no_mmap)", file, strerror(errno));
+        b.data = static_cast<uint8_t *>(p), b.size = size;
+        return b;
+    }
+    buffer b(size, file);
+    for (size_t at = 0; at < size;) {
+        ssize_t n = read(d.fd, b.data + at, std::min(size - at, size_t(1) << 30));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            fail(ENGINE_EIO, "%s: cannot read at byte %zu: %s", file, at, strerror(errno));
+        if (n == 0)
+            fail(ENGINE_EIO, "%s: cannot read: ended at byte %zu of %zu", file, at, size);
+        at += size_t(n);
+    }
+    return b;
+}
+
+// The name of part `no` (from 0) of `count`, made from the name of part `from`; "" when that one is not named so.
+static string part_path(const string &path, int from, int no, int count) {
+    string tail = strf("-%05d-of-%05d.gguf", from + 1, count);
+    if (path.size() < tail.size() || path.compare(path.size() - tail.size(), tail.size(), tail) != 0)
+        return "";
+    return path.substr(0, path.size() - tail.size()) + strf("-%05d-of-%05d.gguf", no + 1, count);
+}
+
+// Adds the tensors of the other parts of a split model. That it is one stands in the metadata: names do not count.
+static void open_parts(model_file &f, int count, bool no_mmap) {
+    int no = int(f.need_int("split.no", 0, count - 1));
+    if (no != 0) {
+        string first = show(part_path(f.path.substr(f.path.rfind('/') + 1), no, 0, count));
+        f.bad("split.no", "this is part %d of %d; open the first part%s%s", no + 1, count, first.empty() ? "" : ", ",
+              first.c_str());
+    }
+    if (part_path(f.path, 0, 0, count).empty())
+        f.bad("split.count",
+              "the other %d parts cannot be found, as the file's name does not end in -00001-of-%05d.gguf", count - 1,
+              count);
+    for (int i = 1; i < count; i++) {
+        string path = part_path(f.path, 0, i, count);
+        if (access(path.c_str(), F_OK) < 0)
+            fail(ENGINE_EIO, "%s: part %d of %d of the model is missing", show_path(path).c_str(), i + 1, count);
+        buffer bytes = load_file(path, no_mmap);
+        model_file part = parse_gguf(bytes.data, bytes.size, path);
+        part.need_int("split.no", i, i);
+        part.need_int("split.count", count, count);
+        if (f.tensors.size() + part.tensors.size() > MAX_TENSORS)
+            part.bad("tensor count", "the parts hold more than %llu tensors", (unsigned long long)MAX_TENSORS);
+        f.tensors.insert(f.tensors.end(), part.tensors.begin(), part.tensors.end());
+        f.parts.push_back(std::move(bytes));
+    }
+    int64_t total = f.need_int("split.tensors.count", 0, INT64_MAX);
+    if (uint64_t(total) != f.tensors.size())
+        f.bad("split.tensors.count", "is %lld, but the %d parts hold %zu tensors", (long long)total, count,
+              f.tensors.size());
+    f.index();
+}
+
+// Opens a model of one part, or of several when `path` is the first of them.
+static model_file open_model_file(const char *path, bool no_mmap) {
+    if (!path || !*path)
+        fail(ENGINE_EINVAL, "path: is empty");
+    buffer bytes = load_file(path, no_mmap);
+    model_file f = parse_gguf(bytes.data, bytes.size, path);
+    f.parts.push_back(std::move(bytes));
+    int count = int(f.get_int("split.count", 0, 0, MAX_PARTS)); // 0 is what is left in a merged file
+    if (count > 1)
+        open_parts(f, count, no_mmap);
+    return f;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 4. VOCAB
+//
+// Text to token ids and back, from the file's tokenizer.ggml.* keys: SentencePiece-style vocabularies
+// ("llama") and byte-level BPE ("gpt2") with hand-written pre-tokenizers. The reference is Hugging Face's
+// tokenizers, in their "legacy" mode for SentencePiece: a space is put before every piece of raw text,
+// after a special token too. Knows nothing of models or templates. Invariant: any bytes can be tokenized,
+// and what was not asked to be parsed for special tokens never becomes a control token.
+// ---------------------------------------------------------------------------------------------------
+
+// What a character is: its general category, White_Space, and membership in the sets that pre-tokenizers name.
+enum char_bit : uint16_t {
+    CH_L = 1, CH_M = 2, CH_N = 4, CH_P = 8, CH_S = 16, CH_SPACE = 32,
+    CH_BLANK = 64, CH_BREAK = 128, CH_ALPHA = 256, CH_DIGIT = 512, CH_PUNCT = 1024, CH_SIGN = 2048,
+    CH_KANA = 4096, CH_HANGUL = 8192, CH_CASED = 16384, CH_WIDE = 32768
+};
+
+// L, M, N, P, S: general categories; W: White_Space; O: the rest. Each letter is followed by the length of its run of
+// code points, in ascending order from 0; a run without one has length 1.
+// ---- generated by tools/make_unicode.mjs from Unicode 17.0 ----
+static const char unicode_runs[] =
+    "O9W5O18WP3SP6SP4N10P2S3P2L26P3SPSL26PSPSO6WO26WPS5PS2LPSOS4N2SLP2SNLPN3PL23SL31SL458S4L12S14L5S7LSLS17M112L5SL2"
+    "O2L4PLO4S2LPL3OLOL20OL83SL139SM7L166OL38O2LP6L41P2O2S3OM45PMPM2PM2PMO8L27O4L4P2O17S3P2SP2S2M11POP3L43M21N10P4L2M"
+    "L99PLM7OSM6L2M2SM4L2N10L3S2LP14O2LML30M27O2L89M11LO14N10L33M9L2SP3LO2MS2L22M4LM9LM3LM5O2P15OL25M3O2POL11O5L24SL7"
+    "O7M9L42M24OM33L54M3LM18LM7L10M2P2N10PL16M3OL8O2L2O2L22OL7OLO3L4O2MLM7O2M2O2M3LO8MO4L2OL3M2O2N10L2S2N6S2LPMO2M3O"
+    "L6O4L2O2L22OL7OL2OL2OL2O2MOM5O4M2O2M3O3MO7L4OLO7N10M2L3MPO10M3OL9OL3OL22OL7OL2OL5O2MLM8OM3OM3O2LO15L2M2O2N10PSO7"
+    "LM6OM3OL8O2L2O2L22OL7OL2OL5O2MLM7O2M2O2M3O7M3O4L2OL3M2O2N10SLN6O10MLOL6O3L3OL4O3L2OLOL2O3L2O3L3O3L12O4M5O3M3OM4"
+    "O2LO6MO14N13S8O5M5L8OL3OL23OL16O2MLM7OM3OM4O7M2OL3OL2O2L2M2O2N10O7PN7SLM3PL8OL3OL23OL10OL5O2MLM7OM3OM4O7M2O5L3O"
+    "L2M2O2N10OL2MO12M4L9OL3OL41M2LM7OM3OM4LSO4L3MN7L3M2O2N19SL6OM3OL18O3L24OL9OLO2L7O3MO4M6OMOM8O6N10O2M2PO12L48ML2"
+    "M7O4SL7M8PN10P2O37L2OLOL5OL24OLOL10ML2M9LO2L5OLOM7ON10O2L4O32LS3P15SPS3M2S6N20SMSMSMP4M2L8OL36O4M20PM2L5M11OM36O"
+    "S8MS6OS2P5S4P2O37L43M20LN10P6L6M4L4M3LM3L2M7L3M4L13M12LMN10M4S2L38OLO5LO2L43PL333OL4O2L7OLOL4O2L41OL4O2L33OL4O2"
+    "L7OLOL4O2L15OL57OL4O2L67O2M3P9N20O3L16S10O6L86O2L6O2PL620SPL17WL26P2O3L75P3N3L8O7L18M4O9L19M3P2O9L18M2O12L13OL3O"
+    "M2O12L52M32P3LP3SLMO2N10O6N10O6P11M3OMN10O6L89O7L5M2L34MLO5L70O10L31OM12O4M12O4SO3P2N10L30O2L5O11L44O4L26O6N11O3"
+    "S34L23M5O2P2L53M10OM29O2MN10O6N10O6P7LP6O2M46O2M12O20M5L47M17L8OP2N10P7S10M9S9P3M3L30M13L2N10L44M14O8P4L36M20O3"
+    "P5N10O3L3N10L36P2L11O5L43O2L3P8O8M3PM21L4ML6ML2M3LO5L192M64L278O2L6O2L38O2L6O2L8OLOLOLOL31O2L53OL7SLS3L3OL7S3L4"
+    "O2L6OS3L13S3O2L3OL7S2OW11O5P24W2O5WP20SP13SP12WO16NLO2N6S3P2LN10S3P2OL13O3S34O14M33O15S2LS4LS2L10SLS3L5S6LSLSLS"
+    "L4SL11S2L4S5L5S4LSN51L2N5S2O4S376P4S29P2S255O22S11O21N60S78N22S616P14N30S49P2S31P10S403P22S63P4S32P2S374O2S138"
+    "L229S6L4M3L2O5P4NP2L38OLO5LO2L56O7LPO14ML23O9L7OL7OL7OL7OL7OL7OL7OL7OM32P47LP32S2P12O34S26OS89O12S214O26S16WP3S"
+    "L2NP10S2P12SN9M6PL5S2N3L2PS2OL86O2M2S2L3PL90PL4O5L43OL94OS2N4S10L32S38O9SL16S31ON10S30N8SN15S32N10S39N15S320"
+    "L6592S64L22157O3S55O9L46P2L269P3L16N10L2O20L47M4PM10PL31M2L70N10M2P6O8S23L9S2L103S2L82O20L17ML3ML4ML23M5S4MO3N6"
+    "S4O6L52P4O8M2L50M18O8P2N10O6M18L6P3LPL2MN10L28M8P2L23M13O11PL29O3M4L47M14P13OLN10O4P2L5ML10N10L5OL41M14O9L3ML8M2"
+    "O2N10O2P4L23S3LM3L50MLM3L2M2L5M2LMLO24L3P2L11M5P2L3M2O10L6O2L6O2L6O9L7OL7OL43SL14S2O4L115M8PM2O2N10O6L11172O12"
+    "L23O4L49O8452L366O2L106O38L7O12L5O5LML10SL13OL5OLOL2OL2OL108S33L363P2S16L64S2L54S8O32L12S4M16P10O6M16P35OP14SPS3"
+    "OPSP2O4L5OL135O4P3SP6SP4N10P2S3P2L26P3SPSL26PSPSP7L89O3L6O2L6O2L6O2L3O3S7OS7O13S2O2L12OL26OL19OL2OL15O2L14O34"
+    "L123O5P3O4N45O3S9N57S17N2S3OS13O3SO47S45MO130L29O3L49O15MN27O4L32N4O9L20NL8NO5L38M5O5L30OPL36O4L8PN5O42L158O2N10"
+    "O6L36O4L36O4L40O8L52O11PL11OL15OL7OL2OL11OL15OL7OL2O3L52O12L311O9L22O10L8O24L6OL42OL9O69L6O2LOL44OL2O3LO2L23OPN8"
+    "L23S2N7L31O8N9O48L19OL2O5N5L22N6O3PL26O5PL26O38L56O4N2L2N16O2N46LM3OM2O5M4L4OL3OL29O2M3O4MN9O7P9O7L29N2PL29N3O32"
+    "L8SL28M2O4N5P7O9L54O3P7L22O2N8L19O5N8L18O7P4O12N7O80L73O55L51O13L51O7N6L36M4O8N10O6N10L28O3M5PL23O8S2O208N31OL42"
+    "OM2PO2L2O16L6O8PS8O33M6L29N10LO8L22M11N4P5O22L18M4P4O38L21N7O20L23O9M3L53M15P7O4N30ML2M2LO9M4L45M11P2OP4MO13L25"
+    "O7N10O6M3L36M14ON10P4LM2LO8L35MP2LO9M3L48M14L4P4M4PM2N10LPLP3ON20O11L18OL25M12P6ML2MO62L7OLOL4OL15OL10PO6L47M12"
+    "O5N10O6M4OL8O2L2O2L22OL7OL2OL5OM2LM7O2M2O2M3O2LO6MO5L5M2O2M7O3M5O11L10OLO2LOL38OLM9OMO2MOM4OM5LMLP2OP2O8M2O29L53"
+    "M18L4P5N10P2OPML3O30L48M20L2PLO8N10O166L47M7O2M9P23L4M2O34L48M17P3LO11N10O6P13O19L43M13LPO6N10O6N20O28L27O2M15O4"
+    "N12P3SL7O185L44M15PO100L64N19O12L8O2LO2L8OL2OL24M6OM2O2M4LMLM2P3O9N10O70L8O2L39M7O2M7LPLMO27LM10L40M7LM4P8MO8L"
+    "M11L46M16P3LP5O13L73O7P10O86M8O88L33PO14N10O6L9OL37M8OM8LP5O10N29O3P2L30O2M22OM14O73L7OL2OL38M6O3MOM2OM7LMO8N10"
+    "O6L6OL2OL32M5OM2OM5LO7N10O6L44O4N10O246L19M4P2O7M2LML13OL34M7O3M5P13N10MO85LO15N21S29O13PL922O102N111OP5O11L196"
+    "O2636L97P2O13L1072O16ML6M15O10L3995O5L583O6841L30M18N10O1734L569O7L31ON10O4P2L79ON10O6L30O2M5PO10L48M7P5S4L4PS"
+    "O10N10ON7OL21O5L19O432L45P3N10O198L64N23P4O5L25O2L25O44L75O4MLM55O7M4L13O64L2PLMO11M2L2N3O9L7382O41L32O97L115"
+    "O8701L4OL7OL2OL291O15LO29L3O2LO14L4O8L396O2308L107O5L13O3L9O7L10O2SM2PO3936S240N10S3O3S436O6S23O15S17O15M46O2M23"
+    "O9S116O60S246O10S39O2S60M5S3M6O8M8S2M7S30M4S61O21S66M3SO122N20O12N20O12S87O9N25O135L85OL71OL2O2LO2L2O2L4OL12OLO"
+    "L7OL65OL4O2L8OL7OL28OL4OL5OLO3L7OL340O2L25SL25SL31SL25SL31SL25SL31SL25SL31SL25SL8O2N50S512M55S4M50S8MS14MS2P5O15"
+    "M5OM15O1104L31O6L6O213M7OM17O2M7OM2OM5O5L62O33MO112L45O3M7L7O2N10O4LSO320L30MO17L44M4N10O5SO464L28M4N10O214L30M2"
+    "LN10O4PO192L31OL3ML2ML7M2L5MO8L2O224L7OL4OL2OL15OL197O2N9M7O41L68M7LO4N10O4P2O785N59SN3SN4O76N45SN15O194L4OL27O"
+    "L2OLO2LOL10OL4OLOLO6LO4LOLOLOL3OL2OLO2LOLOLOLOLOL2OLO2L4OL7OL4OL4OLOL10OL17O5L3OL5OL17O52S2O270S44O4S100O12S15O2"
+    "S15OS15OS37O10N13S161O56S29O13S44O4S9O7S2O14S6O154S985O3S17O3S13O3S218O6S12O4SO15S12O4S56O8S10O6S40O8S30O2S12O4"
+    "S2O14S9O39S344O8S14O2S13O3S11O3S57OSO4S16O2S12O4S10O7S147OS92N10SO1029L42720O32L4382O2L5774O2L7473O15L622O2466"
+    "L542O1506L4939O5L8490O707718M240O196112";
+static const char cased_letters_set[] =
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
+    "\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943";
+// ---- end of generated tables ----
+
+// The other sets, in the notation of a bracket expression. The last four are as published with the tokenizers.
+static const struct {
+    char_bit bit;
+    const char *set;
+} char_sets[] = {
+    {CH_BLANK, " "},
+    {CH_BREAK, "\r\n"},
+    {CH_ALPHA, "A-Za-z"},
+    {CH_DIGIT, "0-9"},
+    {CH_PUNCT, "!-/:-@[-`{-~"},
+    {CH_SIGN, "$+<=>^~|"},
+    {CH_KANA, "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"},
+    {CH_HANGUL, "\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff"},
+    {CH_WIDE, "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"},
+    {CH_CASED, cased_letters_set},
+};
+
+struct utf8_char {
+    uint32_t code;
+    int length; // bytes; of what is no valid character: its maximal subpart, at least 1
+    bool valid;
+    bool cut;   // the bytes end inside what may yet become a valid character
+};
+
+// The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
+static inline utf8_char next_char(const char *p, const char *end) {
+    const uint32_t b = uint8_t(*p);
+    if (b < 0x80)
+        return {b, 1, true, false};
+    const int more = b >= 0xc2 && b <= 0xdf ? 1 : b >= 0xe0 && b <= 0xef ? 2 : b >= 0xf0 && b <= 0xf4 ? 3 : 0;
+    uint32_t code = b & (0x3fu >> more);
+    uint32_t low = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, high = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
+    for (int i = 1; i <= more; i++) {
+        if (p + i == end)
+            return {0, i, false, true};
+        const uint32_t c = uint8_t(p[i]);
+        if (c < low || c > high)
+            return {0, i, false, false};
+        code = code << 6 | (c & 0x3f);
+        low = 0x80, high = 0xbf;
+    }
+    return {code, more + 1, more > 0, false};
+}
+
+// Passes on whole characters only. What can never become one turns into U+FFFD, one for each maximal subpart.
+struct utf8_gate {
+    string held; // the start of a character, at most 3 bytes
+
+    string push(string_view bytes) {
+        string in = std::move(held), out;
+        in.append(bytes);
+        held.clear();
+        for (const char *p = in.data(), *end = p + in.size(); p < end;) {
+            const utf8_char c = next_char(p, end);
+            if (c.cut) {
+                held.assign(p, end);
+                break;
+            }
+            out.append(c.valid ? string_view(p, size_t(c.length)) : "\ufffd");
+            p += c.length;
+        }
+        return out;
+    }
+    string finish() {
+        const bool cut = !held.empty();
+        held.clear();
+        return cut ? "\ufffd" : "";
+    }
+};
+
+// The bits of every code point, from the texts above.
+static const uint16_t *char_table() {
+    static const vector<uint16_t> table = [] {
+        vector<uint16_t> t(0x110000);
+        size_t code = 0;
+        for (const char *p = unicode_runs; *p;) {
+            static const char names[] = "LMNPSW";
+            const char *name = strchr(names, *p++);
+            size_t run = 0;
+            for (; *p >= '0' && *p <= '9'; p++)
+                run = run * 10 + size_t(*p - '0');
+            for (run = std::max(run, size_t(1)); run; run--)
+                t[code++] = name ? uint16_t(1 << (name - names)) : 0;
+        }
+        for (auto &s : char_sets)
+            for (const char *p = s.set, *end = p + strlen(p); p < end;) {
+                const utf8_char from = next_char(p, end);
+                utf8_char to = from;
+                p += from.length;
+                if (*p == '-') {
+                    to = next_char(p + 1, end);
+                    p += 1 + to.length;
+                }
+                for (uint32_t c = from.code; c <= to.code; c++)
+                    t[c] = uint16_t(t[c] | s.bit);
+            }
+        return t;
+    }();
+    return table.data();
+}
+
+// ---- pre-tokenizers: how text is cut into words before merging ----
+//
+// A pre-tokenizer is a list of stages, and a stage a list of rules: the alternatives of a regular expression, in order.
+// Each stage cuts every piece that the one before has left: what a rule matches and what lies between matches become
+// pieces. A rule sees its piece only, so the end of the piece is the end of the text to it.
+
+struct char_set {
+    int mask;  // of char_bit
+    bool none; // the characters that have none of the bits, else those that have any
+
+    bool has(int bits) const { return ((bits & mask) != 0) != none; }
+};
+static constexpr char_set any(int mask) { return {mask, false}; }
+static constexpr char_set none(int mask) { return {mask, true}; }
+
+enum rule_kind {
+    MAYBE,    // lead? body{min,max} tail*
+    LED,      // lead body{min,max} tail*
+    SHORT,    // 's|'t|'re|'ve|'m|'ll|'d
+    SHORT_I,  // the same in any case
+    BREAKS,   // \s*[\r\n]+
+    GAP,      // \s+(?!\S)
+    TRAILING, // \s+$
+};
+struct rule {
+    rule_kind kind;
+    char_set lead, body;
+    int min, max;
+    char_set tail;
+};
+static constexpr int MANY = INT_MAX;
+static constexpr rule simple_rule(rule_kind kind) { return {kind, any(0), any(0), 0, 0, any(0)}; }
+static constexpr rule run_of(char_set body, int min, int max) { return {MAYBE, any(0), body, min, max, any(0)}; }
+static constexpr rule led_run(char_set lead, char_set body) { return {MAYBE, lead, body, 1, MANY, any(0)}; }
+
+static constexpr rule spaces_rule = run_of(any(CH_SPACE), 1, MANY);
+static constexpr rule gpt2_rules[] = {
+    simple_rule(SHORT),
+    led_run(any(CH_BLANK), any(CH_L)),
+    led_run(any(CH_BLANK), any(CH_N)),
+    led_run(any(CH_BLANK), none(CH_SPACE | CH_L | CH_N)),
+    simple_rule(GAP),
+    spaces_rule,
+};
+static constexpr rule llama3_rules[] = {
+    simple_rule(SHORT_I),
+    led_run(none(CH_BREAK | CH_L | CH_N), any(CH_L)),
+    run_of(any(CH_N), 1, 3),
+    {MAYBE, any(CH_BLANK), none(CH_SPACE | CH_L | CH_N), 1, MANY, any(CH_BREAK)},
+    simple_rule(BREAKS),
+    simple_rule(GAP),
+    spaces_rule,
+};
+static constexpr rule qwen2_rules[] = {
+    llama3_rules[0], llama3_rules[1], run_of(any(CH_N), 1, 1), llama3_rules[3], llama3_rules[4], llama3_rules[5],
+    llama3_rules[6],
+};
+static constexpr rule deepseek3_rules[] = {
+    {LED, any(CH_PUNCT), any(CH_ALPHA), 1, MANY, any(0)},
+    led_run(none(CH_BREAK | CH_L | CH_P | CH_S), any(CH_L | CH_M)),
+    {MAYBE, any(CH_BLANK), any(CH_P | CH_S), 1, MANY, any(CH_BREAK)},
+    simple_rule(BREAKS),
+    simple_rule(GAP),
+    spaces_rule,
+};
+static constexpr rule one_break[] = {run_of(any(CH_BREAK), 1, 1)};
+static constexpr rule one_number[] = {run_of(any(CH_N), 1, 1)};
+static constexpr rule three_numbers[] = {run_of(any(CH_N), 1, 3)};
+static constexpr rule numbers[] = {run_of(any(CH_N), 1, MANY)};
+static constexpr rule three_digits[] = {run_of(any(CH_DIGIT), 3, 3)};
+static constexpr rule han_kana[] = {run_of(any(CH_KANA), 1, MANY)};
+static constexpr rule han_hangul[] = {run_of(any(CH_HANGUL), 1, MANY)};
+static constexpr rule letters[] = {led_run(any(CH_SPACE), any(CH_L))};
+static constexpr rule cased_letters[] = {led_run(any(CH_SPACE), any(CH_CASED))};
+static constexpr rule punctuation[] = {led_run(any(CH_SPACE), any(CH_P))};
+static constexpr rule wide_punctuation[] = {led_run(any(CH_SPACE), any(CH_WIDE))};
+static constexpr rule signs[] = {run_of(any(CH_P | CH_SIGN), 1, MANY)};
+static constexpr rule trailing_spaces[] = {simple_rule(TRAILING)};
+
+struct stage {
+    const rule *rules = nullptr;
+    int n = 0;
+
+    constexpr stage() = default;
+    template <int N> constexpr stage(const rule (&r)[N]) : rules(r), n(N) {}
+};
+struct pre_tokenizer {
+    const char *name;  // the value of tokenizer.ggml.pre
+    bool whole_words;  // a word that is a token is taken as it is, whatever the merges say
+    bool add_bos;      // when the file does not say
+    stage stages[7];   // up to the first without rules
+};
+// "default" is also what a file without the key means; it is what llama.cpp does with such files.
+static const pre_tokenizer pre_tokenizers[] = {
+    {"default", false, false, {signs, gpt2_rules, numbers, three_digits}},
+    {"gpt-2", false, false, {gpt2_rules}},
+    {"phi-2", false, false, {gpt2_rules}},
+    {"llama-bpe", true, true, {llama3_rules}},
+    {"llama3", true, true, {llama3_rules}},
+    {"llama-v3", true, true, {llama3_rules}},
+    {"qwen2", false, false, {qwen2_rules}},
+    {"deepseek-r1-qwen", false, false, {qwen2_rules}},
+    {"smollm", false, false, {one_number, gpt2_rules}},
+    {"starcoder", false, false, {one_number, gpt2_rules}},
+    {"deepseek-llm", false, false,
+     {one_break, cased_letters, wide_punctuation, trailing_spaces, han_hangul, numbers}},
+    {"deepseek-coder", false, false, {one_break, letters, punctuation, han_hangul, one_number}},
+    {"joyai-llm", false, false, {three_numbers, han_kana, deepseek3_rules}},
+    {"deepseek-v3", false, false, {three_numbers, han_kana, deepseek3_rules}},
+};
+
+// The bits of the character at p. What is no valid character has none.
+static inline int bits_at(const uint16_t *table, const char *p, const char *end, int &length) {
+    if (uint8_t(*p) < 0x80) {
+        length = 1;
+        return table[uint8_t(*p)];
+    }
+    const utf8_char c = next_char(p, end);
+    length = c.length;
+    return c.valid ? table[c.code] : 0;
+}
+
+// Moves p behind at most `max` characters of the set; returns how many there were.
+static int take(const uint16_t *table, const char_set &set, const char *&p, const char *end, int max) {
+    int n = 0;
+    for (int length; n < max && p < end && set.has(bits_at(table, p, end, length)); n++)
+        p += length;
+    return n;
+}
+
+// The end of a short form such as 're at p, or null. U+017F is an s to a regular expression that ignores case.
+static const char *match_short(const char *p, const char *end, bool any_case) {
+    auto letter = [&]() -> char {
+        const char c = p < end ? *p++ : '\0';
+        if (any_case && c == '\xc5' && p < end && *p == '\xbf')
+            return p++, 's';
+        return any_case && c >= 'A' && c <= 'Z' ? char(c + 32) : c;
+    };
+    if (letter() != '\'')
+        return nullptr;
+    const char a = letter();
+    if (a == 's' || a == 't' || a == 'm' || a == 'd')
+        return p;
+    const char b = letter();
+    return ((a == 'r' || a == 'v') && b == 'e') || (a == 'l' && b == 'l') ? p : nullptr;
+}
+
+// The end of the rule's match that starts at p, or null. `again`: the rule matches nowhere between p and there.
+static const char *match_rule(const rule &r, const uint16_t *table, const char *p, const char *end, const char *&again) {
+    const char *const start = p;
+    if (r.kind == SHORT || r.kind == SHORT_I)
+        return match_short(p, end, r.kind == SHORT_I);
+    if (r.kind == MAYBE || r.kind == LED) {
+        if (!take(table, r.lead, p, end, 1) || take(table, r.body, p, end, r.max) < r.min) {
+            p = start;
+            if (r.kind == LED || take(table, r.body, p, end, r.max) < r.min)
+                return nullptr;
+        }
+        take(table, r.tail, p, end, MANY);
+        return p;
+    }
+    const char *last = p, *after_break = nullptr; // of the run of white space at p
+    for (int bits, length; p < end && ((bits = bits_at(table, p, end, length)) & CH_SPACE); p += length) {
+        last = p;
+        if (bits & CH_BREAK)
+            after_break = p + length;
+    }
+    if (r.kind == BREAKS)
+        return after_break;
+    if (p == end && p > start)
+        return p;
+    if (r.kind == GAP)
+        return last > start ? last : nullptr;
+    again = p;
+    return nullptr;
+}
+
+// Calls word(p, end) for each word of [p, end), in order.
+template <class F> static void split_words(const stage *s, const uint16_t *table, const char *p, const char *end, F &&word) {
+    if (!s->n) {
+        word(p, end);
+        return;
+    }
+    const char *gap = p;
+    while (p < end) {
+        const char *match = nullptr, *again = p;
+        for (int i = 0; i < s->n && !match; i++)
+            match = match_rule(s->rules[i], table, p, end, again);
+        if (!match) {
+            p = std::max(p + next_char(p, end).length, again);
+            continue;
+        }
+        if (gap < p)
+            split_words(s + 1, table, gap, p, word);
+        split_words(s + 1, table, p, match, word);
+        gap = p = match;
+    }
+    if (gap < end)
+        split_words(s + 1, table, gap, end, word);
+}
+
+// ---- the vocabulary ----
+
+// tokenizer.ggml.token_type
+enum token_type : uint8_t { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE };
+
+// Two adjacent tokens and what they merge into. The lowest rank goes first.
+struct merge_rule {
+    int32_t left, right, into; // left < 0: a free slot of the table
+    uint32_t rank;
+};
+
+struct vocab {
+    int n = 0;                            // tokens
+    int32_t bos = -1, eos = -1, unk = -1; // -1: none
+    bool add_bos = false, add_eos = false;
+    string describe; // "spm", or "bpe " and the pre-tokenizer
+
+    const pre_tokenizer *pre = nullptr; // null: SentencePiece-style
+    bool space_prefix = false;          // a space goes before raw text; this and the next two are SentencePiece's
+    bool squeeze_spaces = false;        // runs of spaces count as one, at the ends as none
+    bool whole_text = false;            // some token reaches beyond a word's end, so words cannot be merged one by one
+    const uint16_t *chars = nullptr;    // char_table()
+
+    vector<char> arena;         // the bytes of all tokens
+    vector<string_view> text;   // [n] into arena: as the token stands in text
+    vector<uint8_t> type;       // [n] token_type
+    vector<int32_t> ends;       // tokens that end a turn
+    int32_t byte_id[256];       // the token of a single byte; -1: none
+    uint64_t seed = 0;          // of both hash tables, so that no choice of names makes them slow
+    vector<int32_t> pieces;     // the tokens that plain text may become, by hash of their bytes; -1: free
+    vector<merge_rule> merges;  // by hash of left and right
+    vector<int32_t> matched;    // the tokens that are looked for in the text as they are, sorted by their bytes
+    uint32_t matched_from[257]; // where those with first byte b start in `matched`
+};
+
+static uint64_t mix_hash(uint64_t h) {
+    h *= 0x9e3779b97f4a7c15u;
+    return h ^ h >> 29;
+}
+
+static uint64_t hash_bytes(string_view s, uint64_t seed) {
+    uint64_t h = seed ^ s.size(), word = 0;
+    for (; s.size() > 8; s.remove_prefix(8)) {
+        memcpy(&word, s.data(), 8);
+        h = mix_hash(h ^ word);
+    }
+    word = 0;
+    memcpy(&word, s.data(), s.size());
+    return mix_hash(mix_hash(h ^ word));
+}
+
+// A power of two that keeps a table of n entries at most half full.
+static size_t table_size(size_t n) {
+    size_t size = 16;
+    while (size < 2 * n)
+        size *= 2;
+    return size;
+}
+
+// The slot of the piece with these bytes, or the free one where it would go.
+static size_t piece_slot(const vocab &v, string_view s) {
+    const size_t mask = v.pieces.size() - 1;
+    size_t i = size_t(hash_bytes(s, v.seed)) & mask;
+    while (v.pieces[i] >= 0 && v.text[size_t(v.pieces[i])] != s)
+        i = (i + 1) & mask;
+    return i;
+}
+
+static int32_t find_piece(const vocab &v, string_view s) { return v.pieces[piece_slot(v, s)]; }
+
+static size_t merge_slot(const vocab &v, int32_t left, int32_t right) {
+    const size_t mask = v.merges.size() - 1;
+    size_t i = size_t(mix_hash(mix_hash(v.seed ^ (uint64_t(left) << 32 | uint64_t(right))))) & mask;
+    while (v.merges[i].left >= 0 && (v.merges[i].left != left || v.merges[i].right != right))
+        i = (i + 1) & mask;
+    return i;
+}
+
+// Of two rules with the same pair the first in the list counts.
+static void index_merges(vocab &v, const vector<merge_rule> &rules) {
+    v.merges.assign(table_size(rules.size()), {-1, -1, -1, 0});
+    for (const merge_rule &r : rules) {
+        merge_rule &slot = v.merges[merge_slot(v, r.left, r.right)];
+        if (slot.left < 0)
+            slot = r;
+    }
+}
+
+// ---- loading ----
+
+static const char KEY_TOKENS[] = "tokenizer.ggml.tokens", KEY_SCORES[] = "tokenizer.ggml.scores",
+                  KEY_TYPES[] = "tokenizer.ggml.token_type", KEY_MERGES[] = "tokenizer.ggml.merges";
+
+// How byte-level BPE writes bytes: some as the character of that number, the others as U+0100, U+0101 and so on.
+struct byte_level {
+    int byte_of[324]; // by code point; -1: stands for no byte
+
+    byte_level() {
+        std::fill(std::begin(byte_of), std::end(byte_of), -1);
+        for (int b = 0, other = 256; b < 256; b++) {
+            const bool own = (b >= 33 && b <= 126) || (b >= 161 && b <= 172) || b >= 174;
+            byte_of[own ? b : other++] = b;
+        }
+    }
+    // The bytes that s stands for; what stands for none is taken as it is.
+    string decode(string_view s) const {
+        string out;
+        for (const char *p = s.data(), *end = p + s.size(); p < end;) {
+            const utf8_char c = next_char(p, end);
+            if (c.valid && c.code < 324 && byte_of[c.code] >= 0)
+                out += char(byte_of[c.code]);
+            else
+                out.append(p, size_t(c.length));
+            p += c.length;
+        }
+        return out;
+    }
+};
+
+static const string_view SPACE_MARK = "\u2581"; // SentencePiece's space
+
+static string with_spaces(string_view s) {
+    string out;
+    for (size_t at; (at = s.find(SPACE_MARK)) != s.npos; s.remove_prefix(at + SPACE_MARK.size()))
+        out.append(s.substr(0, at)) += ' ';
+    return out.append(s);
+}
+
+// The value of "<0xA9>", or -1.
+static int byte_token_value(string_view s) {
+    static const string_view digits = "0123456789ABCDEF";
+    if (s.size() != 6 || s.substr(0, 3) != "<0x" || s[5] != '>')
+        return -1;
+    const size_t high = digits.find(s[3]), low = digits.find(s[4]);
+    return high == s.npos || low == s.npos ? -1 : int(high * 16 + low);
+}
+
+// Fills arena, text, type, pieces and byte_id. A file without types has normal tokens, but for SentencePiece's bytes.
+static void load_tokens(vocab &v, const model_file &f) {
+    const meta_array tokens = f.need_array(KEY_TOKENS, KIND_STRING), types = f.get_array(KEY_TYPES, KIND_INT);
+    if (tokens.count < 1 || tokens.count > 1 << 28)
+        f.bad(KEY_TOKENS, "has %llu entries, expected 1 ... %d", (unsigned long long)tokens.count, 1 << 28);
+    v.n = int(tokens.count);
+    auto check_count = [&](const char *key, const meta_array &a) {
+        if (a.data && a.count != tokens.count)
+            f.bad(key, "has %llu entries for %d tokens", (unsigned long long)a.count, v.n);
+    };
+    check_count(KEY_TYPES, types);
+    check_count(KEY_SCORES, f.get_array(KEY_SCORES, KIND_FLOAT));
+    v.pieces.assign(table_size(size_t(v.n)), -1);
+    std::fill(std::begin(v.byte_id), std::end(v.byte_id), -1);
+    size_t bytes = 0;
+    for (string_view s : tokens)
+        bytes += s.size();
+    v.arena.reserve(bytes); // no token gets longer than it is in the file, so the views stay good
+    v.text.reserve(size_t(v.n));
+    v.type.reserve(size_t(v.n));
+
+    const byte_level level;
+    for (string_view s : tokens) {
+        const size_t i = v.text.size();
+        const int value = v.pre ? -1 : byte_token_value(s);
+        const int64_t t = types.data ? types.int_at(i) : int64_t(value < 0 ? TOKEN_NORMAL : TOKEN_BYTE);
+        if (t < 0 || t > TOKEN_BYTE)
+            f.bad(KEY_TYPES, "entry %zu is %lld, expected 0 ... %d", i, (long long)t, int(TOKEN_BYTE));
+        const bool normal = t <= TOKEN_NORMAL || (v.pre && t == TOKEN_BYTE);
+        if (t == TOKEN_BYTE && !normal && value < 0)
+            f.bad(KEY_TOKENS, "token %zu is of type byte, but its text is \"%s\", not <0x00> ... <0xFF>", i, show(s).c_str());
+        string text(s);
+        if (v.pre && normal)
+            text = level.decode(s);
+        else if (!v.pre && (normal || t == TOKEN_USER))
+            text = with_spaces(s);
+        else if (t == TOKEN_BYTE)
+            text = char(value);
+        v.text.push_back({v.arena.data() + v.arena.size(), text.size()});
+        v.type.push_back(normal ? uint8_t(TOKEN_NORMAL) : uint8_t(t));
+        v.arena.insert(v.arena.end(), text.begin(), text.end());
+
+        // Of equal tokens the first counts. Bytes that never stand in valid text may be there as added tokens, written as
+        // the characters for them.
+        if (normal && !text.empty()) {
+            int32_t &slot = v.pieces[piece_slot(v, text)];
+            slot = slot < 0 ? int32_t(i) : slot;
+        }
+        const string byte = v.pre && t == TOKEN_USER && s.size() == 2 ? level.decode(s) : text;
+        int32_t &id = v.byte_id[byte.size() == 1 ? uint8_t(byte[0]) : 0];
+        if (byte.size() == 1 && (v.pre ? normal || t == TOKEN_USER : t == TOKEN_BYTE) &&
+            (id < 0 || (normal && v.type[size_t(id)] == TOKEN_USER)))
+            id = int32_t(i);
+    }
+}
+
+static void load_bpe_merges(vocab &v, const model_file &f) {
+    vector<merge_rule> rules;
+    const byte_level level;
+    uint32_t rank = 0;
+    for (string_view s : f.need_array(KEY_MERGES, KIND_STRING)) {
+        const size_t space = s.find(' ', 1);
+        if (space == s.npos || space + 1 == s.size())
+            f.bad(KEY_MERGES, "entry %u is \"%s\", expected two tokens and a space between", rank, show(s).c_str());
+        const string left = level.decode(s.substr(0, space)), right = level.decode(s.substr(space + 1));
+        const merge_rule r = {find_piece(v, left), find_piece(v, right), find_piece(v, left + right), rank++};
+        if (r.left >= 0 && r.right >= 0 && r.into >= 0)
+            rules.push_back(r);
+    }
+    if (rank > rules.size())
+        log_msg(ENGINE_LOG_WARN, "%s: %s: %zu of %u entries name no tokens and are ignored", show_path(f.path).c_str(),
+                KEY_MERGES, rank - rules.size(), rank);
+    index_merges(v, rules);
+}
+
+// Ranks in the order of falling scores.
+static uint32_t score_rank(float score) {
+    score += 0.0f; // -0 is 0
+    uint32_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    return bits >> 31 ? bits : ~bits & 0x7fffffffu;
+}
+
+// SentencePiece merges any neighbours that together are a token, the best score first. Here each way to cut a token into
+// two becomes a rule. Tokens longer than 256 bytes are not made by merging, which bounds the work.
+static void load_spm_merges(vocab &v, const model_file &f) {
+    const meta_array scores = f.need_array(KEY_SCORES, KIND_FLOAT);
+    vector<merge_rule> rules;
+    for (int32_t id = 0; id < v.n; id++) {
+        const string_view s = v.text[size_t(id)];
+        if (std::isnan(scores.float_at(uint64_t(id))))
+            f.bad(KEY_SCORES, "entry %d is not a number", int(id));
+        if (v.type[size_t(id)] != TOKEN_NORMAL || s.size() > 256 || find_piece(v, s) != id)
+            continue;
+        const uint32_t rank = score_rank(float(scores.float_at(uint64_t(id))));
+        const char *end = s.data() + s.size();
+        for (const char *p = s.data(); (p += next_char(p, end).length) < end;) {
+            const size_t cut = size_t(p - s.data());
+            const int32_t left = find_piece(v, s.substr(0, cut)), right = find_piece(v, s.substr(cut));
+            if (left >= 0 && right >= 0)
+                rules.push_back({left, right, id, rank});
+            v.whole_text |= p[0] == ' ' && p[-1] != ' ';
+        }
+    }
+    index_merges(v, rules);
+}
+
+// A text such as <|im_start|>. A file may call it user-defined, yet a conversation's structure hangs on it.
+static bool is_marker(string_view s) {
+    for (string_view bar : {"|", "\uff5c"}) {
+        const size_t n = bar.size();
+        if (s.size() > 2 * n + 2 && s[0] == '<' && s.back() == '>' && s.substr(1, n) == bar && s.substr(s.size() - 1 - n, n) == bar)
+            return true;
+    }
+    return false;
+}
+
+// Whether this one of v.matched is looked for on request only; the others are part of how any text is spelled.
+static bool on_request(const vocab &v, int32_t id) {
+    return v.type[size_t(id)] != TOKEN_USER || is_marker(v.text[size_t(id)]);
+}
+
+static void index_matched(vocab &v) {
+    for (int32_t id = 0; id < v.n; id++) {
+        const uint8_t t = v.type[size_t(id)];
+        if ((t == TOKEN_CONTROL || t == TOKEN_UNKNOWN || t == TOKEN_USER) && !v.text[size_t(id)].empty())
+            v.matched.push_back(id);
+    }
+    auto text = [&v](int32_t id) { return v.text[size_t(id)]; };
+    std::stable_sort(v.matched.begin(), v.matched.end(), [&](int32_t a, int32_t b) { return text(a) < text(b); });
+    auto equal = [&](int32_t a, int32_t b) { return text(a) == text(b); };
+    v.matched.erase(std::unique(v.matched.begin(), v.matched.end(), equal), v.matched.end());
+    for (size_t b = 0, i = 0; b <= 256; b++) {
+        while (i < v.matched.size() && uint8_t(text(v.matched[i])[0]) < b)
+            i++;
+        v.matched_from[b] = uint32_t(i);
+    }
+}
+
+// Texts that end a turn in every model that has them as tokens.
+static const char *const end_texts[] = {
+    "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>",
+    "<|end_of_turn|>", "<|EOT|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+};
+
+// The keys that name tokens, and what to add to a text.
+static void load_special_ids(vocab &v, const model_file &f) {
+    auto id_key = [&](const char *key) { return int32_t(f.get_int(key, -1, 0, v.n - 1)); };
+    v.bos = id_key("tokenizer.ggml.bos_token_id");
+    v.eos = id_key("tokenizer.ggml.eos_token_id");
+    v.unk = id_key("tokenizer.ggml.unknown_token_id");
+    for (int32_t id = 0; id < v.n && v.unk < 0; id++)
+        if (v.type[size_t(id)] == TOKEN_UNKNOWN)
+            v.unk = id;
+    for (int32_t id : {v.eos, id_key("tokenizer.ggml.eot_token_id"), id_key("tokenizer.ggml.eom_token_id")})
+        if (id >= 0)
+            v.ends.push_back(id);
+    for (int32_t id : v.matched)
+        for (const char *text : end_texts)
+            if (v.text[size_t(id)] == text)
+                v.ends.push_back(id);
+
+    v.add_bos = f.get_bool("tokenizer.ggml.add_bos_token", !v.pre || v.pre->add_bos);
+    v.add_eos = f.get_bool("tokenizer.ggml.add_eos_token", false);
+    if ((v.add_bos && v.bos < 0) || (v.add_eos && v.eos < 0))
+        log_msg(ENGINE_LOG_WARN, "%s: the vocabulary wants BOS or EOS added but does not say which token that is: none is",
+                show_path(f.path).c_str());
+    v.add_bos = v.add_bos && v.bos >= 0;
+    v.add_eos = v.add_eos && v.eos >= 0;
+}
+
+static vocab load_vocab(const model_file &f) {
+    vocab v;
+    const string path = show_path(f.path);
+    v.chars = char_table();
+    v.seed = mix_hash(uint64_t(reinterpret_cast<uintptr_t>(&v)) ^ uint64_t(1e9 * now_seconds()));
+    const string_view model = f.need_string("tokenizer.ggml.model");
+    if (model != "llama" && model != "gpt2")
+        fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.ggml.model: \"%s\" is not supported; \"llama\" and \"gpt2\" are", path.c_str(),
+             show(model).c_str());
+    if (model == "gpt2") {
+        const string_view name = f.get_string("tokenizer.ggml.pre", "default");
+        for (const pre_tokenizer &p : pre_tokenizers)
+            if (name == p.name)
+                v.pre = &p;
+        if (!v.pre)
+            fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.ggml.pre: the pre-tokenizer \"%s\" is not supported", path.c_str(),
+                 show(name).c_str());
+        if (!f.meta("tokenizer.ggml.pre"))
+            log_msg(ENGINE_LOG_WARN, "%s: tokenizer.ggml.pre: is missing, so text is cut as \"default\" says", path.c_str());
+    }
+    v.describe = v.pre ? strf("bpe %s", v.pre->name) : "spm";
+    v.space_prefix = !v.pre && f.get_bool("tokenizer.ggml.add_space_prefix", true);
+    v.squeeze_spaces = !v.pre && f.get_bool("tokenizer.ggml.remove_extra_whitespaces", false);
+    load_tokens(v, f);
+    v.pre ? load_bpe_merges(v, f) : load_spm_merges(v, f);
+    index_matched(v);
+    load_special_ids(v, f);
+
+    const auto missing = std::count(std::begin(v.byte_id), std::end(v.byte_id), -1);
+    if (missing && v.unk < 0 && !v.pre)
+        f.bad(KEY_TOKENS, "has no token for %d of 256 bytes, and no unknown token", int(missing));
+    if (missing && v.unk < 0)
+        log_msg(ENGINE_LOG_WARN, "%s: %s: no token for %d of 256 bytes, which vanish from texts", path.c_str(), KEY_TOKENS,
+                int(missing));
+    return v;
+}
+
+// ---- text to ids ----
+
+// The pairs of a word that could merge: lowest rank first, then leftmost. A pair may be in it more than once. A long word
+// has many pairs but few ranks, and new pairs mostly come in ascending order; so each rank keeps what came in order as a
+// list, and only the rest as a heap.
+struct merge_queue {
+    void push(uint32_t rank, uint32_t at) {
+        bucket &b = bucket_of(rank);
+        if (b.empty())
+            push_heap(ranks, rank);
+        if (b.list.empty() || at >= b.list.back())
+            b.list.push_back(at);
+        else
+            push_heap(b.heap, at);
+    }
+    bool pop(uint32_t &rank, uint32_t &at) {
+        if (ranks.empty())
+            return false;
+        rank = ranks[0];
+        bucket &b = bucket_of(rank);
+        const bool from_list = b.taken < b.list.size() && (b.heap.empty() || b.list[b.taken] < b.heap[0]);
+        at = from_list ? b.list[b.taken++] : pop_heap(b.heap);
+        if (b.taken == b.list.size())
+            b.list.clear(), b.taken = 0;
+        if (b.empty())
+            pop_heap(ranks);
+        return true;
+    }
+
+  private:
+    struct bucket {
+        vector<uint32_t> list, heap; // positions
+        size_t taken = 0;            // of list
+
+        bool empty() const { return list.empty() && heap.empty(); }
+    };
+    vector<uint32_t> ranks; // a heap of those whose bucket is not empty
+    std::unordered_map<uint32_t, bucket> buckets;
+    bucket *recent = nullptr; // of recent_rank
+    uint32_t recent_rank = 0;
+
+    bucket &bucket_of(uint32_t rank) {
+        if (!recent || rank != recent_rank)
+            recent = &buckets[rank], recent_rank = rank;
+        return *recent;
+    }
+    static bool later(uint32_t a, uint32_t b) { return a > b; }
+    static void push_heap(vector<uint32_t> &h, uint32_t x) {
+        h.push_back(x);
+        std::push_heap(h.begin(), h.end(), later);
+    }
+    static uint32_t pop_heap(vector<uint32_t> &h) {
+        const uint32_t x = h[0];
+        std::pop_heap(h.begin(), h.end(), later);
+        h.pop_back();
+        return x;
+    }
+};
+
+static void squeeze(string &s) {
+    string out;
+    for (char c : s)
+        if (c != ' ' || (!out.empty() && out.back() != ' '))
+            out += c;
+    if (!out.empty() && out.back() == ' ')
+        out.pop_back();
+    s.swap(out);
+}
+
+// One call of tokenize.
+struct speller {
+    const vocab &v;
+    vector<int32_t> &out;
+    size_t start = 0; // in out: where this piece of raw text began
+
+    speller(const vocab &vocabulary, vector<int32_t> &ids) : v(vocabulary), out(ids) {}
+
+    // Appends the ids of raw text.
+    void raw(string_view s) {
+        start = out.size();
+        if (s.empty())
+            return;
+        if (v.pre) {
+            split_words(v.pre->stages, v.chars, s.data(), s.data() + s.size(),
+                        [this](const char *p, const char *end) { bpe_word({p, size_t(end - p)}); });
+            return;
+        }
+        string changed;
+        if (v.squeeze_spaces || s.find(SPACE_MARK) != s.npos) {
+            changed = with_spaces(s);
+            if (v.squeeze_spaces)
+                squeeze(changed);
+            s = changed;
+        }
+        bool prefix = v.space_prefix;
+        for (size_t n; !s.empty(); s.remove_prefix(n)) {
+            n = v.whole_text ? s.size() : std::min(s.size(), s.find(' ', std::min(s.size(), s.find_first_not_of(' '))));
+            spm_word(s.substr(0, n), prefix);
+            prefix = false;
+        }
+    }
+
+  private:
+    static constexpr uint32_t NONE = UINT32_MAX;
+    static constexpr size_t SHORT_WORD = 24; // symbols; up to this, looking through all pairs beats the queue
+    vector<int32_t> symbol;            // of the word that is being merged
+    vector<uint32_t> next, prev, rule; // neighbours of a symbol; in v.merges, how it merges with the next
+    merge_queue queue;
+
+    void bpe_word(string_view s) {
+        const int32_t whole = v.pre->whole_words ? find_piece(v, s) : -1;
+        if (whole >= 0) {
+            out.push_back(whole);
+            return;
+        }
+        for (char c : s)
+            add(v.byte_id[uint8_t(c)], {&c, 1});
+        merge();
+    }
+
+    // prefix: a space goes before it.
+    void spm_word(string_view s, bool prefix) {
+        if (prefix)
+            add(find_piece(v, " "), " ");
+        for (const char *p = s.data(), *end = p + s.size(); p < end;) {
+            const string_view c(p, size_t(next_char(p, end).length));
+            add(find_piece(v, c), c);
+            p += c.size();
+        }
+        merge();
+    }
+
+    // Appends one symbol to the word; id -1, which nothing merges with, is spelled at once.
+    void add(int32_t id, string_view bytes) {
+        if (id >= 0) {
+            symbol.push_back(id);
+            return;
+        }
+        merge();
+        spell(bytes);
+    }
+
+    // The tokens of single bytes, or else the unknown token, once for a run of such characters.
+    void spell(string_view bytes) {
+        for (char c : bytes)
+            if (v.byte_id[uint8_t(c)] < 0) {
+                if (v.unk >= 0 && (out.size() == start || out.back() != v.unk))
+                    out.push_back(v.unk);
+                return;
+            }
+        for (char c : bytes)
+            out.push_back(v.byte_id[uint8_t(c)]);
+    }
+
+    // Looks up how symbol i merges with its right neighbour.
+    void pair(uint32_t i) {
+        rule[i] = NONE;
+        if (next[i] == symbol.size())
+            return;
+        const size_t slot = merge_slot(v, symbol[i], symbol[next[i]]);
+        if (v.merges[slot].left < 0)
+            return;
+        rule[i] = uint32_t(slot);
+        if (symbol.size() > SHORT_WORD)
+            queue.push(v.merges[slot].rank, i);
+    }
+
+    // Sets i to the leftmost pair of the lowest rank; false when nothing merges any more.
+    bool next_pair(uint32_t &i) {
+        uint32_t rank = NONE;
+        if (symbol.size() > SHORT_WORD) {
+            while (queue.pop(rank, i))
+                if (rule[i] != NONE && v.merges[rule[i]].rank == rank) // else it is out of date
+                    return true;
+            return false;
+        }
+        for (uint32_t j = 0; j < symbol.size(); j = next[j])
+            if (rule[j] != NONE && v.merges[rule[j]].rank < rank)
+                rank = v.merges[rule[j]].rank, i = j;
+        return rank != NONE;
+    }
+
+    // Merges the word's symbols as far as the rules go, appends what they become and empties the word.
+    void merge() {
+        const auto n = uint32_t(symbol.size());
+        next.resize(n), prev.resize(n), rule.resize(n);
+        for (uint32_t i = 0; i < n; i++)
+            next[i] = i + 1, prev[i] = i - 1;
+        for (uint32_t i = 0; i < n; i++)
+            pair(i);
+        for (uint32_t i; next_pair(i);) {
+            const uint32_t gone = next[i];
+            symbol[i] = v.merges[rule[i]].into;
+            rule[gone] = NONE;
+            next[i] = next[gone];
+            if (next[i] < n)
+                prev[next[i]] = i;
+            pair(i);
+            if (i > 0)
+                pair(prev[i]);
+        }
+        for (uint32_t i = 0; i < n; i = next[i])
+            out.push_back(symbol[i]);
+        symbol.clear();
+    }
+};
+
+// The longest of v.matched that stands at text[at] and may be matched there, or -1.
+static int32_t match_special(const vocab &v, string_view text, size_t at, bool parse_special, const uint8_t *literal) {
+    const uint8_t b = uint8_t(text[at]);
+    size_t low = v.matched_from[b], high = v.matched_from[b + 1];
+    int32_t best = -1;
+    for (size_t n = 1; low < high && at + n <= text.size(); n++) {
+        if (literal && (literal[at + n - 1] != 0) != (literal[at] != 0))
+            break;
+        // The tokens in [low, high) begin with the n bytes at `at`; one that ends there is the first of them.
+        const int32_t first = v.matched[low];
+        if (v.text[size_t(first)].size() == n) {
+            if (!on_request(v, first) || (parse_special && !(literal && literal[at])))
+                best = first;
+            low++;
+        }
+        if (at + n == text.size())
+            break;
+        auto byte = [&](int32_t id) { return uint8_t(v.text[size_t(id)][n]); };
+        const uint8_t c = uint8_t(text[at + n]);
+        const auto from = v.matched.begin();
+        low = size_t(std::partition_point(from + std::ptrdiff_t(low), from + std::ptrdiff_t(high), [&](int32_t id) { return byte(id) < c; }) - from);
+        high = size_t(std::partition_point(from + std::ptrdiff_t(low), from + std::ptrdiff_t(high), [&](int32_t id) { return byte(id) == c; }) - from);
+    }
+    return best;
+}
+
+// Appends the ids of `text`; no BOS or EOS is added. User-defined tokens are matched in any text, as Hugging Face does
+// with added tokens; control tokens, and user-defined ones such as <|im_start|>, only with parse_special. `literal` is null
+// or has a byte for each of text: where it is not 0 there is a user's text, in which nothing is matched on request; no token
+// is matched across a change of it. What lies between matches is spelled as one piece, whatever `literal` says.
+static void tokenize(const vocab &v, string_view text, bool parse_special, const uint8_t *literal, vector<int32_t> &out) {
+    if (text.size() > INT_MAX)
+        fail(ENGINE_EINVAL, "text of %zu bytes: at most %d can be tokenized at once", text.size(), INT_MAX);
+    speller s(v, out);
+    size_t done = 0;
+    for (size_t at = 0; at < text.size();) {
+        const int32_t id = match_special(v, text, at, parse_special, literal);
+        if (id < 0) {
+            at++;
+            continue;
+        }
+        s.raw(text.substr(done, at - done));
+        out.push_back(id);
+        done = at += v.text[size_t(id)].size();
+    }
+    s.raw(text.substr(done));
+}
+
+// ---- ids to text ----
+
+// The raw bytes of a token, which may be a part of a character. Control and unknown tokens have none unless `special`.
+static string_view token_bytes(const vocab &v, int32_t id, bool special) {
+    if (id < 0 || id >= v.n)
+        return {};
+    const uint8_t t = v.type[size_t(id)];
+    return !special && (t == TOKEN_CONTROL || t == TOKEN_UNKNOWN) ? string_view() : v.text[size_t(id)];
+}
+
+// The bytes of a whole text, without the spaces that tokenize puts before raw text.
+static string detokenize(const vocab &v, const int32_t *ids, size_t n, bool special) {
+    string out;
+    bool start = v.space_prefix; // raw text begins here
+    for (size_t i = 0; i < n; i++) {
+        string_view s = token_bytes(v, ids[i], special);
+        const uint8_t t = ids[i] >= 0 && ids[i] < v.n ? v.type[size_t(ids[i])] : uint8_t(TOKEN_CONTROL);
+        const bool raw = t != TOKEN_CONTROL && t != TOKEN_USER;
+        if (raw && start && !s.empty() && s[0] == ' ')
+            s.remove_prefix(1);
+        start = v.space_prefix && !raw;
+        out.append(s);
+    }
+    return out;
+}
+
+static bool is_end(const vocab &v, int32_t id) { return std::find(v.ends.begin(), v.ends.end(), id) != v.ends.end(); }
+
+// ---------------------------------------------------------------------------------------------------
+// 5. TEMPLATE
+//
+// Chat templates: the part of the Jinja language that model files use, parsed into a tree and interpreted
+// with the settings that Hugging Face uses (trim_blocks, lstrip_blocks, no trailing newline). Values behave
+// as Python's do: text is indexed by characters, and lists and dicts do not change after they are made.
+// Knows nothing of tokens and models, and a template reaches no file, network or host function.
+// Every byte of the output carries its provenance: whether a message brought it or the template wrote it.
+// Invariant: a template of any content ends within its budget of steps, memory and depth.
+// ---------------------------------------------------------------------------------------------------
+
+constexpr size_t TPL_MAX_SOURCE = 256 << 10;  // bytes of template text; a token or a node costs about 100 bytes
+constexpr uint64_t TPL_MAX_STEPS = 2000000;   // nodes evaluated, plus bytes moved / 64; longer conversations get more
+constexpr uint64_t TPL_MAX_MEMORY = 16 << 20; // bytes of live values; longer conversations get more
+constexpr int64_t TPL_MAX_RANGE = 100000;     // items of range(); also Jinja's own sandbox limit
+constexpr int TPL_MAX_DEPTH = 200;            // nesting of blocks, of an expression, of lists in lists
+constexpr int TPL_MAX_RUN_DEPTH = 600;        // the same while running, where macros call macros
+
+// Marks of the bytes of a text. TPL_CONTENT alone tells whether a message's content reached the output at all.
+enum : char { TPL_OURS = 0, TPL_GIVEN = 1, TPL_CONTENT = 2 };
+
+struct tpl_text {
+    string bytes, marks; // equally long
+
+    void add(string_view s, char mark) { bytes.append(s), marks.append(s.size(), mark); }
+    void add(const tpl_text &t, size_t from, size_t n) {
+        bytes.append(t.bytes, from, n), marks.append(t.marks, from, n);
+    }
+    size_t size() const { return bytes.size(); }
+    tpl_text sub(size_t from, size_t n) const { return {bytes.substr(from, n), marks.substr(from, n)}; }
+};
+
+// clang-format off
+enum tpl_kind : uint8_t {
+    TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_FLOAT, TPL_STRING, TPL_LIST, TPL_TUPLE, TPL_DICT, TPL_NAMESPACE,
+    TPL_LOOP, TPL_MACRO, TPL_FUNCTION
+};
+static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "float", "string", "list", "tuple",
+                                             "dict", "namespace", "loop", "macro", "function"};
+// clang-format on
+
+struct tpl_value {
+    struct heap {
+        tpl_text text;            // string: itself; undefined: what is missing, for the message
+        vector<tpl_value> items;  // list, tuple: items; dict, namespace: key, value, key, value ...; loop: {sequence}
+        int depth = 0;            // of lists in lists, so that recursion over values is bounded
+        uint64_t *live = nullptr; // the account that `charged` bytes go back to
+        uint64_t charged = 0;
+        ~heap() {
+            if (live)
+                *live -= charged;
+        }
+    };
+    tpl_kind kind = TPL_UNDEFINED;
+    union {
+        int64_t i = 0; // bool, int; loop: index; macro, function: which
+        double f;
+    };
+    std::shared_ptr<heap> h;
+
+    const tpl_text &text() const { return h->text; }
+    const string &bytes() const { return h->text.bytes; }
+    const vector<tpl_value> &items() const { return h->items; }
+    bool is_string() const { return kind == TPL_STRING; }
+    bool is_list() const { return kind == TPL_LIST || kind == TPL_TUPLE; }
+    bool is_int() const { return kind == TPL_INT || kind == TPL_BOOL; }
+    bool is_number() const { return is_int() || kind == TPL_FLOAT; }
+    double number() const { return kind == TPL_FLOAT ? f : double(i); }
+    const char *kind_name() const { return tpl_kind_names[kind]; }
+};
+
+static tpl_value tpl_scalar(tpl_kind kind, int64_t i) {
+    tpl_value v;
+    v.kind = kind, v.i = i;
+    return v;
+}
+static tpl_value tpl_none() { return tpl_scalar(TPL_NONE, 0); }
+static tpl_value tpl_bool(bool b) { return tpl_scalar(TPL_BOOL, b); }
+static tpl_value tpl_int(int64_t i) { return tpl_scalar(TPL_INT, i); }
+static tpl_value tpl_float(double f) {
+    tpl_value v;
+    v.kind = TPL_FLOAT, v.f = f;
+    return v;
+}
+
+// The budget of one rendering and the line where it stands; makes every value that lives on the heap.
+struct tpl_run {
+    uint64_t max_steps, steps = 0; // see TPL_MAX_STEPS
+    uint64_t max_live, live = 0;   // bytes
+    int depth = 0, line = 0;
+    time_t now = 0;
+    bool as_parts = false; // contents are lists of parts, see render_template()
+
+    [[noreturn]] __attribute__((format(printf, 2, 3))) void bad(const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        string s = vstrf(fmt, args);
+        va_end(args);
+        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", line) + s};
+    }
+    void work(uint64_t n) {
+        if ((steps += n) > max_steps)
+            bad("stopped after %llu steps", (unsigned long long)max_steps);
+    }
+    // Called before a text or list of `bytes` comes to be.
+    void room(uint64_t bytes) {
+        work(bytes / 64);
+        if (bytes > max_live || live + bytes > max_live)
+            bad("needs more than %llu bytes of memory", (unsigned long long)max_live);
+    }
+    void put(tpl_text &out, string_view s, char mark) {
+        room(2 * (out.size() + s.size()));
+        steps -= out.size() / 32; // only what is added is work
+        out.add(s, mark);
+    }
+    void put(tpl_text &out, const tpl_text &t, size_t from = 0, size_t n = string::npos) {
+        n = std::min(n, t.size() - from);
+        room(2 * (out.size() + n));
+        steps -= out.size() / 32;
+        out.add(t, from, n);
+    }
+    tpl_value make(tpl_kind kind, tpl_text text, vector<tpl_value> items = {}) {
+        uint64_t cost = sizeof(tpl_value::heap) + 2 * text.size() + items.size() * sizeof(tpl_value);
+        work(1);
+        room(cost);
+        tpl_value v = tpl_scalar(kind, 0);
+        v.h = std::make_shared<tpl_value::heap>();
+        v.h->live = &live, v.h->charged = cost;
+        live += cost;
+        v.h->text = std::move(text), v.h->items = std::move(items);
+        for (const tpl_value &item : v.h->items)
+            if (item.h && item.kind != TPL_NAMESPACE)
+                v.h->depth = std::max(v.h->depth, item.h->depth + 1);
+        if (v.h->depth > TPL_MAX_DEPTH)
+            bad("lists nested more than %d deep", TPL_MAX_DEPTH);
+        return v;
+    }
+    tpl_value text(string_view s, char mark = TPL_OURS) {
+        tpl_text t;
+        put(t, s, mark);
+        return make(TPL_STRING, std::move(t));
+    }
+    tpl_value text(tpl_text t) { return make(TPL_STRING, std::move(t)); }
+    tpl_value list(vector<tpl_value> items) { return make(TPL_LIST, {}, std::move(items)); }
+    tpl_value missing(const string &what) { return make(TPL_UNDEFINED, {what, string(what.size(), TPL_OURS)}); }
+    [[noreturn]] void undefined(const tpl_value &v) const { bad("%s", v.h ? v.bytes().c_str() : "value is undefined"); }
+};
+
+// ---- text: UTF-8 characters, white space, case ------------------------------------------------------------------
+
+static size_t tpl_char_bytes(string_view s, size_t at) {
+    size_t n = 1;
+    while (at + n < s.size() && n < 4 && (uint8_t(s[at + n]) & 0xc0) == 0x80 && uint8_t(s[at]) >= 0xc0)
+        n++;
+    return n;
+}
+
+static int64_t tpl_length(string_view s) {
+    int64_t n = 0;
+    for (size_t at = 0; at < s.size(); at += tpl_char_bytes(s, at))
+        n++;
+    return n;
+}
+
+static uint32_t tpl_code(string_view c) {
+    uint32_t u = uint8_t(c[0]);
+    if (c.size() > 1)
+        u &= 0x7f >> c.size();
+    for (size_t i = 1; i < c.size(); i++)
+        u = u << 6 | (uint8_t(c[i]) & 0x3f);
+    return u;
+}
+
+// Python's str.isspace().
+static bool tpl_space(string_view c) {
+    uint32_t u = tpl_code(c);
+    return (u >= 9 && u <= 13) || (u >= 0x1c && u <= 0x20) || u == 0x85 || u == 0xa0 || u == 0x1680 ||
+           (u >= 0x2000 && u <= 0x200a) || u == 0x2028 || u == 0x2029 || u == 0x202f || u == 0x205f || u == 0x3000;
+}
+
+// Only ASCII letters have a case here, which keeps texts and marks equally long.
+enum tpl_case { TPL_UPPER, TPL_LOWER, TPL_CAPITAL, TPL_TITLE_FILTER, TPL_TITLE_METHOD };
+static tpl_text tpl_recase(tpl_text t, tpl_case mode) {
+    bool start = true; // of a word
+    for (char &c : t.bytes) {
+        bool lower = c >= 'a' && c <= 'z', upper = c >= 'A' && c <= 'Z',
+             up = mode == TPL_UPPER || (mode != TPL_LOWER && start);
+        start = mode == TPL_TITLE_FILTER ? memchr(" \t\r\n-({[<", c, 9) != nullptr
+                                         : mode == TPL_TITLE_METHOD && !lower && !upper;
+        if (up ? lower : upper)
+            c ^= 32;
+    }
+    return t;
+}
+
+// Without `set` white space goes, else every character that is in it. sides: 1 left, 2 right.
+static tpl_text tpl_strip(tpl_run &r, const tpl_text &t, const tpl_value *set, int sides) {
+    auto drop = [&](string_view c) {
+        r.work(1 + (set ? set->text().size() / 64 : 0));
+        return set ? set->bytes().find(c) != string::npos : tpl_space(c);
+    };
+    size_t from = 0, to = t.size();
+    for (size_t n;
+         (sides & 1) && from < to && drop(string_view(t.bytes).substr(from, n = tpl_char_bytes(t.bytes, from)));)
+        from += n;
+    while ((sides & 2) && to > from) {
+        size_t at = to - 1;
+        while (at > from && to - at < 4 && (uint8_t(t.bytes[at]) & 0xc0) == 0x80)
+            at--;
+        if (!drop(string_view(t.bytes).substr(at, to - at)))
+            break;
+        to = at;
+    }
+    r.room(2 * (to - from));
+    return t.sub(from, to - from);
+}
+
+// Linear also for hostile patterns, unlike string::find.
+static size_t tpl_find(tpl_run &r, string_view s, string_view what, size_t from = 0) {
+    r.work(1);
+    if (from > s.size() || what.size() > s.size() - from)
+        return string::npos;
+    if (what.empty())
+        return from;
+    const void *p = memmem(s.data() + from, s.size() - from, what.data(), what.size());
+    size_t found = p ? size_t(static_cast<const char *>(p) - s.data()) : string::npos;
+    r.work(((p ? found : s.size()) - from + what.size()) / 16);
+    return found;
+}
+
+static tpl_text tpl_replace(tpl_run &r, const tpl_text &t, const tpl_text &old, const tpl_text &with, int64_t count) {
+    tpl_text out;
+    size_t at = 0;
+    for (size_t n; count != 0; count--) {
+        size_t hit = tpl_find(r, t.bytes, old.bytes, at);
+        if (hit == string::npos)
+            break;
+        r.put(out, t, at, hit - at);
+        r.put(out, with);
+        at = hit + old.size();
+        if (old.size())
+            continue;
+        // Nothing is found before every character and at the end.
+        if (at == t.size())
+            break;
+        n = tpl_char_bytes(t.bytes, at);
+        r.put(out, t, at, n);
+        at += n;
+    }
+    r.put(out, t, at);
+    return out;
+}
+
+// Python's split (limit < 0: no limit). Without a separator: at runs of white space, no empty parts.
+static tpl_value tpl_split(tpl_run &r, const tpl_text &t, const tpl_value *sep, int64_t limit, bool from_right) {
+    vector<size_t> cuts; // begin, end of each gap
+    if (sep && sep->bytes().empty())
+        r.bad("split: empty separator");
+    for (size_t at = 0, n; at < t.size(); at = n) {
+        if (sep) {
+            size_t hit = tpl_find(r, t.bytes, sep->bytes(), at);
+            if (hit == string::npos)
+                break;
+            cuts.push_back(hit), cuts.push_back(n = hit + sep->text().size());
+        } else {
+            n = at + tpl_char_bytes(t.bytes, at);
+            r.work(1);
+            if (!tpl_space(string_view(t.bytes).substr(at, n - at)))
+                continue;
+            if (!cuts.empty() && cuts.back() == at)
+                cuts.back() = n;
+            else
+                cuts.push_back(at), cuts.push_back(n);
+        }
+        r.room(cuts.size() * 64);
+        r.steps -= cuts.size();
+    }
+    size_t begin = 0, end = t.size();
+    if (!sep && !cuts.empty() && cuts[0] == 0)
+        begin = cuts[1], cuts.erase(cuts.begin(), cuts.begin() + 2);
+    if (!sep && !cuts.empty() && cuts.back() == end)
+        end = cuts[cuts.size() - 2], cuts.resize(cuts.size() - 2);
+    if (limit >= 0 && uint64_t(limit) < cuts.size() / 2)
+        from_right ? cuts.erase(cuts.begin(), cuts.end() - 2 * limit)
+                   : cuts.erase(cuts.begin() + 2 * limit, cuts.end());
+    vector<tpl_value> parts;
+    if (sep || begin < end) {
+        for (size_t i = 0; i < cuts.size(); begin = cuts[i + 1], i += 2)
+            parts.push_back(r.text(t.sub(begin, cuts[i] - begin)));
+        parts.push_back(r.text(t.sub(begin, end - begin)));
+    }
+    return r.list(std::move(parts));
+}
+
+// ---- values: truth, equality, order, printing ---------------------------------------------------------------------
+
+static bool tpl_truth(const tpl_value &v) {
+    if (v.is_string())
+        return v.text().size() > 0;
+    if (v.is_list() || v.kind == TPL_DICT)
+        return !v.items().empty();
+    return v.is_number() ? v.number() != 0 : v.kind > TPL_NONE;
+}
+
+static bool tpl_equal(tpl_run &r, const tpl_value &a, const tpl_value &b) {
+    r.work(1);
+    if (a.is_number() && b.is_number())
+        return a.is_int() && b.is_int() ? a.i == b.i : a.number() == b.number();
+    if (a.kind != b.kind)
+        return false;
+    if (a.kind == TPL_STRING) {
+        r.work(a.text().size() / 64);
+        return a.bytes() == b.bytes();
+    }
+    if (a.kind == TPL_UNDEFINED || a.kind == TPL_NONE)
+        return true;
+    if (a.kind == TPL_MACRO || a.kind == TPL_FUNCTION)
+        return a.i == b.i;
+    if (a.h == b.h || a.kind == TPL_NAMESPACE || a.kind == TPL_LOOP)
+        return a.h == b.h;
+    const vector<tpl_value> &x = a.items(), &y = b.items();
+    if (x.size() != y.size())
+        return false;
+    if (a.is_list()) {
+        for (size_t i = 0; i < x.size(); i++)
+            if (!tpl_equal(r, x[i], y[i]))
+                return false;
+        return true;
+    }
+    for (size_t i = 0; i < x.size(); i += 2) {
+        size_t k = 0;
+        while (k < y.size() && !tpl_equal(r, x[i], y[k]))
+            k += 2;
+        if (k == y.size() || !tpl_equal(r, x[i + 1], y[k + 1]))
+            return false;
+    }
+    return true;
+}
+
+// Less than 0, 0, more than 0.
+static int tpl_compare(tpl_run &r, const tpl_value &a, const tpl_value &b) {
+    r.work(1);
+    if (a.is_int() && b.is_int())
+        return a.i < b.i ? -1 : a.i > b.i;
+    if (a.is_number() && b.is_number())
+        return a.number() < b.number() ? -1 : a.number() > b.number();
+    if (a.is_string() && b.is_string()) {
+        r.work(std::min(a.text().size(), b.text().size()) / 64);
+        return a.bytes().compare(b.bytes());
+    }
+    if (a.is_list() && a.kind == b.kind) {
+        for (size_t i = 0; i < std::min(a.items().size(), b.items().size()); i++)
+            if (int c = tpl_compare(r, a.items()[i], b.items()[i]))
+                return c;
+        return a.items().size() < b.items().size() ? -1 : a.items().size() > b.items().size();
+    }
+    for (const tpl_value *v : {&a, &b})
+        if (v->kind == TPL_UNDEFINED)
+            r.undefined(*v);
+    r.bad("cannot order %s and %s", a.kind_name(), b.kind_name());
+}
+
+// The value of a dict's or namespace's key, or null.
+static const tpl_value *tpl_lookup(tpl_run &r, const tpl_value &dict, const tpl_value &key) {
+    for (size_t i = 0; i < dict.items().size(); i += 2)
+        if (tpl_equal(r, dict.items()[i], key))
+            return &dict.items()[i + 1];
+    return nullptr;
+}
+
+static void tpl_dict_set(tpl_run &r, vector<tpl_value> &items, const tpl_value &key, const tpl_value &v) {
+    if (key.kind > TPL_STRING && key.kind != TPL_TUPLE)
+        r.bad("a %s cannot be a key", key.kind_name());
+    for (size_t i = 0; i < items.size(); i += 2)
+        if (tpl_equal(r, items[i], key)) {
+            items[i + 1] = v;
+            return;
+        }
+    r.room((items.size() + 2) * sizeof(tpl_value));
+    r.steps -= items.size() * sizeof(tpl_value) / 64;
+    items.push_back(key), items.push_back(v);
+}
+
+// What a `for` walks over: items, keys, characters.
+static tpl_value tpl_sequence(tpl_run &r, const tpl_value &v) {
+    vector<tpl_value> out;
+    if (v.is_list())
+        return v;
+    if (v.kind == TPL_DICT)
+        for (size_t i = 0; i < v.items().size(); i += 2)
+            out.push_back(v.items()[i]);
+    else if (v.is_string())
+        for (size_t at = 0, n; at < v.text().size(); at += n)
+            out.push_back(r.text(v.text().sub(at, n = tpl_char_bytes(v.bytes(), at))));
+    else if (v.kind != TPL_UNDEFINED)
+        r.bad("%s is not iterable", v.kind_name());
+    return r.list(std::move(out));
+}
+
+static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) {
+    if (v.kind == TPL_DICT || v.kind == TPL_NAMESPACE)
+        return tpl_lookup(r, v, what);
+    if (v.is_string()) {
+        if (!what.is_string())
+            r.bad("'in' a string needs a string, not %s", what.kind_name());
+        return tpl_find(r, v.bytes(), what.bytes()) != string::npos;
+    }
+    tpl_value seq = tpl_sequence(r, v);
+    for (const tpl_value &item : seq.items())
+        if (tpl_equal(r, item, what))
+            return true;
+    return false;
+}
+
+// As Python prints it: the shortest digits that read back equal, always with a point or an exponent.
+static string tpl_float_text(double f) {
+    if (std::isnan(f))
+        return "nan";
+    if (std::isinf(f))
+        return f < 0 ? "-inf" : "inf";
+    double size = std::fabs(f);
+    char buf[40];
+    bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);
+    string s(
+        buf,
+        std::to_chars(buf, buf + sizeof buf, f, fixed ? std::chars_format::fixed : std::chars_format::scientific).ptr);
+    return fixed && s.find('.') == string::npos ? s + ".0" : s;
+}
+
+struct tpl_style { // how values become text
+    bool json = false;
+    int indent = -1; // spaces per level, or all on one line
+    tpl_text comma{", ", string(2, TPL_GIVEN)}, colon{": ", string(2, TPL_GIVEN)};
+};
+
+static void tpl_quote(tpl_run &r, tpl_text &out, const tpl_text &t, const tpl_style &style) {
+    bool single = t.bytes.find('\'') != string::npos && t.bytes.find('"') == string::npos;
+    char quote = style.json || single ? '"' : '\'';
+    r.put(out, string_view(&quote, 1), TPL_GIVEN);
+    for (size_t at = 0, n; at < t.size(); at += n) {
+        n = tpl_char_bytes(t.bytes, at);
+        uint32_t c = tpl_code(string_view(t.bytes).substr(at, n));
+        string esc;
+        if (c == uint8_t(quote) || c == '\\')
+            esc = {'\\', char(c)};
+        else if (c == '\n' || c == '\r' || c == '\t' || (style.json && (c == '\b' || c == '\f')))
+            esc = {'\\', c == '\n' ? 'n' : c == '\r' ? 'r' : c == '\t' ? 't' : c == '\b' ? 'b' : 'f'};
+        else if (c < 0x20 || (c == 0x7f && !style.json))
+            esc = strf(style.json ? "\\u%04x" : "\\x%02x", c);
+        if (esc.empty())
+            r.put(out, t, at, n);
+        else
+            r.put(out, esc, t.marks[at]);
+    }
+    r.put(out, string_view(&quote, 1), TPL_GIVEN);
+}
+
+// Appends v as Python's repr() or as JSON. Text inside keeps its marks; punctuation counts as given.
+static void tpl_write(tpl_run &r, tpl_text &out, const tpl_value &v, const tpl_style &style, int level) {
+    r.work(1);
+    auto word = [&](const char *python, const char *json) { r.put(out, style.json ? json : python, TPL_GIVEN); };
+    switch (v.kind) {
+    case TPL_NONE:
+        return word("None", "null");
+    case TPL_BOOL:
+        return v.i ? word("True", "true") : word("False", "false");
+    case TPL_INT:
+        return r.put(out, std::to_string(v.i), TPL_GIVEN);
+    case TPL_FLOAT:
+        if (style.json && !std::isfinite(v.f))
+            return word("", std::isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity");
+        return r.put(out, tpl_float_text(v.f), TPL_GIVEN);
+    case TPL_STRING:
+        return tpl_quote(r, out, v.text(), style);
+    case TPL_LIST:
+    case TPL_TUPLE:
+    case TPL_DICT:
+        break;
+    default:
+        if (style.json)
+            r.bad("tojson: a value of kind %s cannot become JSON", v.kind_name());
+        return v.kind == TPL_UNDEFINED ? word("Undefined", "") : r.put(out, strf("<%s>", v.kind_name()), TPL_GIVEN);
+    }
+    if (r.as_parts) // the template does not know parts, and would print Python's notation of them
+        r.bad("a %s is printed", v.kind_name());
+    bool dict = v.kind == TPL_DICT, tuple = v.kind == TPL_TUPLE && !style.json;
+    size_t step = dict ? 2 : 1, n = v.items().size() / step;
+    bool lines = style.indent >= 0 && n;
+    auto newline = [&](int depth) { r.put(out, "\n" + string(size_t(depth) * size_t(style.indent), ' '), TPL_GIVEN); };
+    r.put(out, dict ? "{" : tuple ? "(" : "[", TPL_GIVEN);
+    for (size_t i = 0; i < n; i++) {
+        if (i)
+            r.put(out, style.comma);
+        if (lines)
+            newline(level + 1);
+        if (dict && style.json && !v.items()[i * step].is_string()) { // a JSON key is a string
+            r.put(out, "\"", TPL_GIVEN);
+            tpl_write(r, out, v.items()[i * step], style, level + 1);
+            r.put(out, "\"", TPL_GIVEN);
+        } else
+            tpl_write(r, out, v.items()[i * step], style, level + 1);
+        if (dict) {
+            r.put(out, style.colon);
+            tpl_write(r, out, v.items()[i * 2 + 1], style, level + 1);
+        }
+    }
+    if (lines)
+        newline(level);
+    r.put(out, dict ? "}" : tuple ? n == 1 ? ",)" : ")" : "]", TPL_GIVEN);
+}
+
+// What {{ v }} prints.
+static tpl_value tpl_string(tpl_run &r, const tpl_value &v) {
+    if (v.is_string())
+        return v;
+    tpl_text out;
+    if (v.kind == TPL_INT || v.kind == TPL_FLOAT || v.kind == TPL_BOOL || v.kind == TPL_NONE) {
+        tpl_write(r, out, v, {}, 0);
+        std::fill(out.marks.begin(), out.marks.end(), TPL_OURS);
+    } else if (v.kind != TPL_UNDEFINED)
+        tpl_write(r, out, v, {}, 0);
+    return r.text(std::move(out));
+}
+
+static tpl_value tpl_attribute(tpl_run &r, const tpl_value &v, const tpl_value &key) {
+    if (v.kind == TPL_UNDEFINED)
+        r.undefined(v);
+    if (v.kind == TPL_DICT || v.kind == TPL_NAMESPACE) {
+        if (const tpl_value *found = tpl_lookup(r, v, key))
+            return *found;
+    } else if (key.is_int() && (v.is_list() || v.is_string())) {
+        int64_t n = v.is_string() ? tpl_length(v.bytes()) : int64_t(v.items().size()),
+                i = key.i < 0 ? key.i + n : key.i;
+        r.work(v.is_string() ? v.text().size() / 8 : 0);
+        if (i >= 0 && i < n && v.is_list())
+            return v.items()[size_t(i)];
+        size_t at = 0;
+        for (int64_t k = 0; i >= 0 && i < n && k < i; k++)
+            at += tpl_char_bytes(v.bytes(), at);
+        if (i >= 0 && i < n)
+            return r.text(v.text().sub(at, tpl_char_bytes(v.bytes(), at)));
+    } else if (v.kind == TPL_LOOP && key.is_string()) {
+        const vector<tpl_value> &seq = v.items()[0].items();
+        int64_t n = int64_t(seq.size()), i = v.i;
+        const string &name = key.bytes();
+        if (name == "index" || name == "index0")
+            return tpl_int(name == "index" ? i + 1 : i);
+        if (name == "revindex" || name == "revindex0")
+            return tpl_int(name == "revindex" ? n - i : n - i - 1);
+        if (name == "first" || name == "last")
+            return tpl_bool(i == (name == "first" ? 0 : n - 1));
+        if (name == "length")
+            return tpl_int(n);
+        if (name == "previtem" && i > 0)
+            return seq[size_t(i - 1)];
+        if (name == "nextitem" && i + 1 < n)
+            return seq[size_t(i + 1)];
+    }
+    return r.missing(strf("'%s' has no attribute '%s'", v.kind_name(), show(tpl_string(r, key).bytes()).c_str()));
+}
+
+// "a.b.0" of a value, as selectattr and map name it.
+static tpl_value tpl_path(tpl_run &r, tpl_value v, const tpl_value &path) {
+    if (!path.is_string())
+        return tpl_attribute(r, v, path);
+    tpl_value dot = r.text("."), parts = tpl_split(r, path.text(), &dot, -1, false);
+    for (const tpl_value &part : parts.items()) {
+        bool number = !part.bytes().empty() && part.text().size() < 9 &&
+                      part.bytes().find_first_not_of("0123456789") == string::npos;
+        v = tpl_attribute(r, v, number ? tpl_int(atoi(part.bytes().c_str())) : part);
+    }
+    return v;
+}
+
+static tpl_value tpl_slice(tpl_run &r, const tpl_value &v, const tpl_value bounds[3]) {
+    for (int k = 0; k < 3; k++)
+        if (!bounds[k].is_int() && bounds[k].kind != TPL_NONE)
+            r.bad("a slice needs integers, not %s", bounds[k].kind_name());
+    if (v.kind == TPL_UNDEFINED)
+        r.undefined(v);
+    if (!v.is_list() && !v.is_string())
+        r.bad("a %s cannot be sliced", v.kind_name());
+    vector<size_t> starts; // of the characters of a string
+    r.room(v.is_string() ? sizeof(size_t) * v.text().size() : 0);
+    starts.reserve(v.is_string() ? size_t(tpl_length(v.bytes())) : 0);
+    for (size_t at = 0; v.is_string() && at < v.text().size(); at += tpl_char_bytes(v.bytes(), at))
+        starts.push_back(at);
+    int64_t n = v.is_string() ? int64_t(starts.size()) : int64_t(v.items().size());
+    int64_t step = bounds[2].kind == TPL_NONE ? 1 : std::clamp<int64_t>(bounds[2].i, -n - 1, n + 1);
+    if (step == 0)
+        r.bad("the step of a slice is zero");
+    auto bound = [&](const tpl_value &b, int64_t fallback) {
+        if (b.kind == TPL_NONE)
+            return fallback;
+        int64_t i = std::clamp<int64_t>(b.i, -n - 1, n + 1);
+        return std::clamp<int64_t>(i < 0 ? i + n : i, step < 0 ? -1 : 0, step < 0 ? n - 1 : n);
+    };
+    int64_t from = bound(bounds[0], step < 0 ? n - 1 : 0), to = bound(bounds[1], step < 0 ? -1 : n);
+    tpl_text text;
+    vector<tpl_value> items;
+    for (int64_t i = from; step < 0 ? i > to : i < to; i += step) {
+        if (v.is_string() && step == 1) { // one piece
+            size_t end = to < n ? starts[size_t(to)] : v.text().size();
+            r.put(text, v.text(), starts[size_t(i)], end - starts[size_t(i)]);
+            break;
+        }
+        if (v.is_string())
+            r.put(text, v.text(), starts[size_t(i)], tpl_char_bytes(v.bytes(), starts[size_t(i)]));
+        else
+            items.push_back(v.items()[size_t(i)]);
+    }
+    return v.is_string() ? r.text(std::move(text)) : r.make(v.kind, {}, std::move(items));
+}
+
+static tpl_value tpl_repeat(tpl_run &r, const tpl_value &v, int64_t times) {
+    uint64_t one = v.is_string() ? 2 * v.text().size() : v.items().size() * sizeof(tpl_value);
+    times = one ? std::max<int64_t>(times, 0) : 0;
+    r.room(one ? uint64_t(times) > r.max_live / one ? r.max_live + 1 : one * uint64_t(times) : 0);
+    tpl_text text;
+    vector<tpl_value> items;
+    items.reserve(v.is_list() ? v.items().size() * size_t(times) : 0);
+    for (; times > 0; times--)
+        if (v.is_string())
+            text.add(v.text(), 0, string::npos);
+        else
+            items.insert(items.end(), v.items().begin(), v.items().end());
+    return r.make(v.kind, std::move(text), std::move(items));
+}
+
+static tpl_value tpl_power(tpl_run &r, const tpl_value &a, const tpl_value &b) {
+    if (!a.is_int() || !b.is_int() || b.i < 0)
+        return tpl_float(std::pow(a.number(), b.number()));
+    int64_t out = 1;
+    bool over = false;
+    // A base that does not overflow within 64 steps repeats itself.
+    for (int64_t k = std::min(b.i, 64 + b.i % 2); k > 0 && !over; k--)
+        over = __builtin_mul_overflow(out, a.i, &out);
+    if (over)
+        r.bad("integer overflow in '**'");
+    return tpl_int(out);
+}
+
+// + - * / // % ** ~
+static tpl_value tpl_arithmetic(tpl_run &r, string_view op, const tpl_value &a, const tpl_value &b) {
+    if (op == "~" || (op == "+" && a.is_string() && b.is_string())) {
+        tpl_text out;
+        r.put(out, tpl_string(r, a).text());
+        r.put(out, tpl_string(r, b).text());
+        return r.text(std::move(out));
+    }
+    for (const tpl_value *v : {&a, &b})
+        if (v->kind == TPL_UNDEFINED)
+            r.undefined(*v);
+    if (op == "+" && a.is_list() && a.kind == b.kind) {
+        r.room((a.items().size() + b.items().size()) * sizeof(tpl_value));
+        vector<tpl_value> items = a.items();
+        items.insert(items.end(), b.items().begin(), b.items().end());
+        return r.make(a.kind, {}, std::move(items));
+    }
+    if (op == "*" && (a.is_string() || a.is_list()) && b.is_int())
+        return tpl_repeat(r, a, b.i);
+    if (op == "*" && (b.is_string() || b.is_list()) && a.is_int())
+        return tpl_repeat(r, b, a.i);
+    if (!a.is_number() || !b.is_number())
+        r.bad("cannot apply '%.*s' to %s and %s", int(op.size()), op.data(), a.kind_name(), b.kind_name());
+    if (op == "**")
+        return tpl_power(r, a, b);
+    bool divides = op == "/" || op == "//" || op == "%";
+    if (divides && b.number() == 0)
+        r.bad("division by zero");
+    if (a.is_int() && b.is_int() && op != "/") {
+        int64_t out = 0;
+        bool over = false;
+        if (op == "+")
+            over = __builtin_add_overflow(a.i, b.i, &out);
+        else if (op == "-")
+            over = __builtin_sub_overflow(a.i, b.i, &out);
+        else if (op == "*")
+            over = __builtin_mul_overflow(a.i, b.i, &out);
+        else if (b.i == -1)
+            over = op == "//" && __builtin_sub_overflow(int64_t(0), a.i, &out);
+        else { // rounded down, and the remainder has the sign of b
+            int64_t rest = a.i % b.i;
+            bool down = rest != 0 && (rest < 0) != (b.i < 0);
+            out = op == "//" ? a.i / b.i - down : down ? rest + b.i : rest;
+        }
+        if (over)
+            r.bad("integer overflow in '%.*s'", int(op.size()), op.data());
+        return tpl_int(out);
+    }
+    double x = a.number(), y = b.number(), rest = divides ? std::fmod(x, y) : 0;
+    if (rest != 0 && (rest < 0) != (y < 0))
+        rest += y;
+    if (op == "+" || op == "-")
+        return tpl_float(op == "+" ? x + y : x - y);
+    if (op == "*" || op == "/")
+        return tpl_float(op == "*" ? x * y : x / y);
+    return tpl_float(op == "%" ? rest : std::floor(x / y));
+}
+
+// ---- what templates may call: filters, tests, methods, functions -----------------------------------------------
+
+// The arguments of a call. Each argument must be asked for, so that a misspelt one is an error and not ignored.
+struct tpl_args {
+    struct arg {
+        string_view name; // empty: positional
+        tpl_value v;
+        bool used;
+    };
+    const char *callee = "";
+    tpl_value self; // filters and tests: the value on the left; methods: the object
+    vector<arg> list;
+
+    // The argument at this position or of this name, or null.
+    const tpl_value *get(size_t position, const char *name) {
+        for (size_t i = 0; i < list.size(); i++)
+            if (list[i].name.empty() ? i == position : list[i].name == name) {
+                list[i].used = true;
+                return &list[i].v;
+            }
+        return nullptr;
+    }
+    const tpl_value &need(tpl_run &r, size_t position, const char *name) {
+        const tpl_value *v = get(position, name);
+        if (!v)
+            r.bad("%s: argument '%s' is missing", callee, name);
+        return *v;
+    }
+    const tpl_value &need_text(tpl_run &r, size_t position, const char *name) {
+        const tpl_value &v = need(r, position, name);
+        if (!v.is_string())
+            r.bad("%s: '%s' must be a string, not %s", callee, name, v.kind_name());
+        return v;
+    }
+    // Null when the argument is absent or none.
+    const tpl_value *get_text(tpl_run &r, size_t position, const char *name) {
+        const tpl_value *v = get(position, name);
+        return v && v->kind != TPL_NONE ? &need_text(r, position, name) : nullptr;
+    }
+    int64_t get_int(tpl_run &r, size_t position, const char *name, int64_t fallback) {
+        const tpl_value *v = get(position, name);
+        if (v && !v->is_int() && v->kind != TPL_NONE)
+            r.bad("%s: '%s' must be an integer, not %s", callee, name, v->kind_name());
+        return v && v->is_int() ? v->i : fallback;
+    }
+    bool flag(size_t position, const char *name) {
+        const tpl_value *v = get(position, name);
+        return v && tpl_truth(*v);
+    }
+};
+
+struct tpl_builtin {
+    const char *names; // with spaces between; null ends a table
+    tpl_value (*fn)(tpl_run &r, tpl_args &a);
+};
+
+static const tpl_builtin *tpl_find_builtin(const tpl_builtin *table, string_view name) {
+    for (; table->names; table++)
+        for (string_view s = table->names; !s.empty(); s.remove_prefix(std::min(s.find(' '), s.size() - 1) + 1))
+            if (s.substr(0, s.find(' ')) == name)
+                return table;
+    return nullptr;
+}
+
+static tpl_value tpl_call(tpl_run &r, const tpl_builtin *b, string_view name, tpl_args &a) {
+    string callee = show(name);
+    a.callee = callee.c_str();
+    tpl_value v = b->fn(r, a);
+    for (const tpl_args::arg &arg : a.list)
+        if (!arg.used)
+            r.bad("%s: unexpected argument%s%s", a.callee, arg.name.empty() ? "" : " ", show(arg.name).c_str());
+    return v;
+}
+
+// clang-format off
+#define TPL_FN []([[maybe_unused]] tpl_run &r, tpl_args &a) -> tpl_value
+#define TPL_TEST(NAME, CONDITION) {NAME, TPL_FN { return tpl_bool(CONDITION); }}
+
+static const tpl_builtin tpl_tests[] = {
+    TPL_TEST("defined", a.self.kind != TPL_UNDEFINED),
+    TPL_TEST("undefined", a.self.kind == TPL_UNDEFINED),
+    TPL_TEST("none", a.self.kind == TPL_NONE),
+    TPL_TEST("string", a.self.is_string()),
+    TPL_TEST("mapping", a.self.kind == TPL_DICT),
+    TPL_TEST("sequence iterable", a.self.is_string() || a.self.is_list() || a.self.kind == TPL_DICT ||
+                                      a.self.kind == TPL_UNDEFINED),
+    TPL_TEST("number", a.self.is_number()),
+    TPL_TEST("integer", a.self.kind == TPL_INT),
+    TPL_TEST("float", a.self.kind == TPL_FLOAT),
+    TPL_TEST("boolean", a.self.kind == TPL_BOOL),
+    TPL_TEST("true", a.self.kind == TPL_BOOL && a.self.i),
+    TPL_TEST("false", a.self.kind == TPL_BOOL && !a.self.i),
+    TPL_TEST("callable", a.self.kind == TPL_MACRO || a.self.kind == TPL_FUNCTION),
+    TPL_TEST("odd", a.self.is_int() && a.self.i % 2 != 0),
+    TPL_TEST("even", a.self.is_int() && a.self.i % 2 == 0),
+    TPL_TEST("divisibleby", !tpl_truth(tpl_arithmetic(r, "%", a.self, a.need(r, 0, "num")))),
+    TPL_TEST("in", tpl_contains(r, a.need(r, 0, "seq"), a.self)),
+    TPL_TEST("eq equalto ==", tpl_equal(r, a.self, a.need(r, 0, "other"))),
+    TPL_TEST("ne !=", !tpl_equal(r, a.self, a.need(r, 0, "other"))),
+    TPL_TEST("sameas", a.self.kind == a.need(r, 0, "other").kind && tpl_equal(r, a.self, a.need(r, 0, "other"))),
+    TPL_TEST("lt lessthan <", tpl_compare(r, a.self, a.need(r, 0, "other")) < 0),
+    TPL_TEST("le <=", tpl_compare(r, a.self, a.need(r, 0, "other")) <= 0),
+    TPL_TEST("gt greaterthan >", tpl_compare(r, a.self, a.need(r, 0, "other")) > 0),
+    TPL_TEST("ge >=", tpl_compare(r, a.self, a.need(r, 0, "other")) >= 0),
+    TPL_TEST("lower", tpl_string(r, a.self).bytes() == tpl_recase(tpl_string(r, a.self).text(), TPL_LOWER).bytes),
+    TPL_TEST("upper", tpl_string(r, a.self).bytes() == tpl_recase(tpl_string(r, a.self).text(), TPL_UPPER).bytes),
+    {nullptr, nullptr},
+};
+// clang-format on
+
+// select, reject (by_attribute: selectattr, rejectattr): items for which the test (default: truth) is `wanted`.
+static tpl_value tpl_select(tpl_run &r, tpl_args &a, bool wanted, bool by_attribute) {
+    vector<tpl_value> out;
+    tpl_value seq = tpl_sequence(r, a.self), path = by_attribute ? a.need(r, 0, "attribute") : tpl_none();
+    size_t first = by_attribute ? 1 : 0;
+    const tpl_value *name = a.get_text(r, first, "test");
+    const tpl_builtin *test = name ? tpl_find_builtin(tpl_tests, name->bytes()) : nullptr;
+    if (name && !test)
+        r.bad("no test named '%s'", show(name->bytes()).c_str());
+    tpl_args b;
+    for (size_t i = first + 1; i < a.list.size(); i++)
+        a.list[i].used = true, b.list.push_back({a.list[i].name, a.list[i].v, false});
+    for (const tpl_value &item : seq.items()) {
+        b.self = by_attribute ? tpl_path(r, item, path) : item;
+        if (tpl_truth(test ? tpl_call(r, test, name->bytes(), b) : b.self) == wanted)
+            out.push_back(item);
+        r.work(1);
+    }
+    return r.list(std::move(out));
+}
+
+// Sorted copies of the items, by an attribute and without regard to case unless asked.
+static vector<tpl_value> tpl_sorted(tpl_run &r, const tpl_value &seq, const tpl_value *attribute, bool case_sensitive,
+                                    bool reverse) {
+    vector<std::pair<tpl_value, tpl_value>> rows; // key, item
+    r.room(seq.items().size() * sizeof rows[0]);
+    rows.reserve(seq.items().size());
+    for (const tpl_value &item : seq.items()) {
+        tpl_value key = attribute ? tpl_path(r, item, *attribute) : item;
+        if (key.is_string() && !case_sensitive)
+            key = r.text(tpl_recase(key.text(), TPL_LOWER));
+        rows.emplace_back(key, item);
+    }
+    std::stable_sort(rows.begin(), rows.end(), [&](auto &a, auto &b) {
+        return reverse ? tpl_compare(r, b.first, a.first) < 0 : tpl_compare(r, a.first, b.first) < 0;
+    });
+    vector<tpl_value> out;
+    for (auto &row : rows)
+        out.push_back(row.second);
+    return out;
+}
+
+static tpl_value tpl_join(tpl_run &r, const tpl_value &v, const tpl_value *sep, const tpl_value *attribute) {
+    tpl_text out;
+    tpl_value seq = tpl_sequence(r, v), glue = sep ? tpl_string(r, *sep) : r.text("");
+    for (size_t i = 0; i < seq.items().size(); i++) {
+        if (i)
+            r.put(out, glue.text());
+        r.put(out, tpl_string(r, attribute ? tpl_path(r, seq.items()[i], *attribute) : seq.items()[i]).text());
+    }
+    return r.text(std::move(out));
+}
+
+// items, keys and values of a dict; what: 0 pairs, 1 keys, 2 values.
+static tpl_value tpl_dict_view(tpl_run &r, const tpl_value &v, int what) {
+    vector<tpl_value> out;
+    if (v.kind != TPL_DICT && v.kind != TPL_UNDEFINED)
+        r.bad("'items' needs a dict, not %s", v.kind_name());
+    for (size_t i = 0; v.kind == TPL_DICT && i < v.items().size(); i += 2)
+        out.push_back(what == 0 ? r.make(TPL_TUPLE, {}, {v.items()[i], v.items()[i + 1]})
+                                : v.items()[i + size_t(what - 1)]);
+    return r.list(std::move(out));
+}
+
+// int() and float() of Python; false when the text is no number.
+static bool tpl_parse_number(const tpl_value &v, bool want_int, tpl_value &out) {
+    double f = 0;
+    if (v.is_int())
+        return out = want_int ? tpl_int(v.i) : tpl_float(double(v.i)), true;
+    if (v.kind == TPL_FLOAT)
+        f = v.f;
+    else if (v.is_string()) {
+        size_t from = v.bytes().find_first_not_of(" \t\r\n"), to = v.bytes().find_last_not_of(" \t\r\n");
+        if (from == string::npos)
+            return false;
+        const char *p = v.bytes().data() + from, *end = v.bytes().data() + to + 1;
+        if (*p == '+' && end - p > 1 && p[1] != '-')
+            p++;
+        int64_t i = 0;
+        auto whole = std::from_chars(p, end, i);
+        if (want_int && whole.ec == std::errc() && whole.ptr == end)
+            return out = tpl_int(i), true;
+        auto real = std::from_chars(p, end, f);
+        if (real.ec != std::errc() || real.ptr != end)
+            return false;
+    } else
+        return false;
+    if (!want_int)
+        return out = tpl_float(f), true;
+    if (!(f > -9.2e18 && f < 9.2e18))
+        return false;
+    return out = tpl_int(int64_t(f)), true;
+}
+
+static tpl_value tpl_indent(tpl_run &r, tpl_args &a) {
+    const tpl_value *width = a.get(0, "width");
+    bool first = a.flag(1, "first"), blank = a.flag(2, "blank");
+    tpl_value pad = width && width->is_string() ? *width : tpl_repeat(r, r.text(" "), a.get_int(r, 0, "width", 4));
+    tpl_value s = tpl_string(r, a.self);
+    tpl_text out;
+    if (first)
+        r.put(out, pad.text());
+    for (size_t at = 0, end; at <= s.text().size(); at = end) {
+        size_t newline = s.bytes().find('\n', at);
+        end = newline == string::npos ? s.text().size() + 1 : newline + 1;
+        bool empty = at == s.text().size() || newline == at;
+        if (at && (blank || !empty))
+            r.put(out, pad.text());
+        r.put(out, s.text(), at, end - at);
+    }
+    return r.text(std::move(out));
+}
+
+static tpl_value tpl_round(tpl_run &r, tpl_args &a) {
+    int64_t digits = std::clamp<int64_t>(a.get_int(r, 0, "precision", 0), -300, 300);
+    const tpl_value *method = a.get_text(r, 1, "method");
+    if (!a.self.is_number())
+        r.bad("round: a %s is not a number", a.self.kind_name());
+    string_view how = method ? string_view(method->bytes()) : "common";
+    if (how != "common" && how != "ceil" && how != "floor")
+        r.bad("round: no method '%s'", show(how).c_str());
+    if (a.self.is_int() && how == "common" && digits >= 0)
+        return tpl_int(a.self.i);
+    double scale = std::pow(10.0, double(digits)), x = a.self.number() * scale;
+    x = how == "ceil" ? std::ceil(x) : how == "floor" ? std::floor(x) : std::nearbyint(x);
+    return tpl_float(std::isfinite(x) ? x / scale : a.self.number());
+}
+
+static tpl_value tpl_tojson(tpl_run &r, tpl_args &a) {
+    tpl_style style;
+    style.json = true;
+    style.indent = int(std::clamp<int64_t>(a.get_int(r, 1, "indent", -1), -1, 64));
+    if (a.flag(0, "ensure_ascii"))
+        r.bad("tojson: ensure_ascii is not supported");
+    if (style.indent >= 0)
+        style.comma = {",", string(1, TPL_GIVEN)};
+    const tpl_value *separators = a.get(2, "separators");
+    if (separators && separators->kind != TPL_NONE) {
+        if (!separators->is_list() || separators->items().size() != 2 || !separators->items()[0].is_string() ||
+            !separators->items()[1].is_string())
+            r.bad("tojson: separators must be two strings");
+        style.comma = separators->items()[0].text(), style.colon = separators->items()[1].text();
+    }
+    tpl_text out;
+    tpl_write(r, out, a.self, style, 0);
+    return r.text(std::move(out));
+}
+
+static tpl_value tpl_count(tpl_run &r, const tpl_value &v) {
+    if (v.is_string()) {
+        r.work(v.text().size() / 16);
+        return tpl_int(tpl_length(v.bytes()));
+    }
+    return tpl_int(int64_t(tpl_sequence(r, v).items().size()));
+}
+
+// The first (or last) item of a sequence, or undefined.
+static tpl_value tpl_end_item(tpl_run &r, const tpl_value &seq, bool last) {
+    return seq.items().empty() ? r.missing("no item in an empty sequence") : last ? seq.items().back() : seq.items()[0];
+}
+
+static tpl_value tpl_recased(tpl_run &r, const tpl_value &v, tpl_case mode) {
+    tpl_value s = tpl_string(r, v);
+    r.work(s.text().size() / 4);
+    r.room(2 * s.text().size());
+    return r.text(tpl_recase(s.text(), mode));
+}
+
+static tpl_value tpl_replaced(tpl_run &r, tpl_args &a) {
+    tpl_value s = tpl_string(r, a.self), old = tpl_string(r, a.need(r, 0, "old")),
+              with = tpl_string(r, a.need(r, 1, "new"));
+    return r.text(tpl_replace(r, s.text(), old.text(), with.text(), a.get_int(r, 2, "count", -1)));
+}
+
+// clang-format off
+static const tpl_builtin tpl_filters[] = {
+    {"trim", TPL_FN { return r.text(tpl_strip(r, tpl_string(r, a.self).text(), a.get_text(r, 0, "chars"), 3)); }},
+    {"tojson", tpl_tojson},
+    {"length", TPL_FN { return tpl_count(r, a.self); }},
+    {"upper", TPL_FN { return tpl_recased(r, a.self, TPL_UPPER); }},
+    {"lower", TPL_FN { return tpl_recased(r, a.self, TPL_LOWER); }},
+    {"title", TPL_FN { return tpl_recased(r, a.self, TPL_TITLE_FILTER); }},
+    {"capitalize", TPL_FN { return tpl_recased(r, a.self, TPL_CAPITAL); }},
+    {"join", TPL_FN { return tpl_join(r, a.self, a.get(0, "d"), a.get(1, "attribute")); }},
+    {"default d", TPL_FN {
+        const tpl_value *other = a.get(0, "default_value");
+        bool use = a.self.kind == TPL_UNDEFINED || (a.flag(1, "boolean") && !tpl_truth(a.self));
+        return !use ? a.self : other ? *other : r.text("");
+    }},
+    {"list", TPL_FN { return r.list(tpl_sequence(r, a.self).items()); }},
+    {"string", TPL_FN { return tpl_string(r, a.self); }},
+    {"safe", TPL_FN { return tpl_string(r, a.self); }},
+    {"int", TPL_FN {
+        const tpl_value *other = a.get(0, "default");
+        tpl_value v;
+        return tpl_parse_number(a.self, true, v) ? v : other ? *other : tpl_int(0);
+    }},
+    {"float", TPL_FN {
+        const tpl_value *other = a.get(0, "default");
+        tpl_value v;
+        return tpl_parse_number(a.self, false, v) ? v : other ? *other : tpl_float(0);
+    }},
+    {"first", TPL_FN { return tpl_end_item(r, tpl_sequence(r, a.self), false); }},
+    {"last", TPL_FN { return tpl_end_item(r, tpl_sequence(r, a.self), true); }},
+    {"select", TPL_FN { return tpl_select(r, a, true, false); }},
+    {"reject", TPL_FN { return tpl_select(r, a, false, false); }},
+    {"selectattr", TPL_FN { return tpl_select(r, a, true, true); }},
+    {"rejectattr", TPL_FN { return tpl_select(r, a, false, true); }},
+    {"map", TPL_FN {
+        tpl_value seq = tpl_sequence(r, a.self);
+        const tpl_value *attribute = a.get(size_t(-1), "attribute"), *other = a.get(size_t(-1), "default");
+        const tpl_value *name = attribute ? nullptr : &a.need_text(r, 0, "filter");
+        const tpl_builtin *filter = name ? tpl_find_builtin(tpl_filters, name->bytes()) : nullptr;
+        if (name && !filter)
+            r.bad("no filter named '%s'", show(name->bytes()).c_str());
+        tpl_args b;
+        for (size_t i = 1; name && i < a.list.size(); i++)
+            a.list[i].used = true, b.list.push_back({a.list[i].name, a.list[i].v, false});
+        vector<tpl_value> out;
+        for (const tpl_value &item : seq.items()) {
+            r.work(1);
+            b.self = item;
+            tpl_value v = filter ? tpl_call(r, filter, name->bytes(), b) : tpl_path(r, item, *attribute);
+            out.push_back(v.kind == TPL_UNDEFINED && other ? *other : v);
+        }
+        return r.list(std::move(out));
+    }},
+    {"items", TPL_FN { return tpl_dict_view(r, a.self, 0); }},
+    {"replace", tpl_replaced},
+    {"unique", TPL_FN {
+        bool case_sensitive = a.flag(0, "case_sensitive");
+        const tpl_value *attribute = a.get(1, "attribute");
+        vector<tpl_value> out, keys;
+        tpl_value seq = tpl_sequence(r, a.self);
+        for (const tpl_value &item : seq.items()) {
+            tpl_value key = attribute ? tpl_path(r, item, *attribute) : item;
+            if (key.is_string() && !case_sensitive)
+                key = tpl_recased(r, key, TPL_LOWER);
+            if (std::none_of(keys.begin(), keys.end(), [&](const tpl_value &k) { return tpl_equal(r, k, key); }))
+                out.push_back(item), keys.push_back(key);
+        }
+        return r.list(std::move(out));
+    }},
+    {"sort", TPL_FN {
+        bool reverse = a.flag(0, "reverse"), case_sensitive = a.flag(1, "case_sensitive");
+        return r.list(tpl_sorted(r, tpl_sequence(r, a.self), a.get(2, "attribute"), case_sensitive, reverse));
+    }},
+    {"dictsort", TPL_FN {
+        bool case_sensitive = a.flag(0, "case_sensitive"), reverse = a.flag(2, "reverse");
+        const tpl_value *by = a.get_text(r, 1, "by");
+        tpl_value column = tpl_int(by && by->bytes() == "value");
+        return r.list(tpl_sorted(r, tpl_dict_view(r, a.self, 0), &column, case_sensitive, reverse));
+    }},
+    {"reverse", TPL_FN {
+        tpl_value all[3] = {tpl_none(), tpl_none(), tpl_int(-1)};
+        return tpl_slice(r, a.self.is_string() ? a.self : tpl_sequence(r, a.self), all);
+    }},
+    {"indent", tpl_indent},
+    {"round", tpl_round},
+    {"abs", TPL_FN {
+        if (!a.self.is_number())
+            r.bad("abs: a %s is not a number", a.self.kind_name());
+        return a.self.number() >= 0 ? a.self : tpl_arithmetic(r, "-", tpl_int(0), a.self);
+    }},
+    {nullptr, nullptr},
+};
+// clang-format on
+
+// startswith, endswith: a string or a tuple of strings.
+static tpl_value tpl_affix(tpl_run &r, tpl_args &a, bool at_end) {
+    const tpl_value &what = a.need(r, 0, "prefix");
+    tpl_value all = what.is_list() ? what : r.list({what});
+    for (const tpl_value &v : all.items()) {
+        if (!v.is_string())
+            r.bad("%s needs a string, not %s", a.callee, v.kind_name());
+        size_t n = v.text().size(), size = a.self.text().size();
+        r.work(1 + n / 64);
+        if (n <= size && a.self.bytes().compare(at_end ? size - n : 0, n, v.bytes()) == 0)
+            return tpl_bool(true);
+    }
+    return tpl_bool(false);
+}
+
+static tpl_value tpl_splits(tpl_run &r, tpl_args &a, bool from_right) {
+    const tpl_value *sep = a.get_text(r, 0, "sep");
+    return tpl_split(r, a.self.text(), sep, a.get_int(r, 1, "maxsplit", -1), from_right);
+}
+
+// clang-format off
+static const tpl_builtin tpl_string_methods[] = {
+    {"strip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 3)); }},
+    {"lstrip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 1)); }},
+    {"rstrip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 2)); }},
+    {"split", TPL_FN { return tpl_splits(r, a, false); }},
+    {"rsplit", TPL_FN { return tpl_splits(r, a, true); }},
+    {"startswith", TPL_FN { return tpl_affix(r, a, false); }},
+    {"endswith", TPL_FN { return tpl_affix(r, a, true); }},
+    {"upper", TPL_FN { return tpl_recased(r, a.self, TPL_UPPER); }},
+    {"lower", TPL_FN { return tpl_recased(r, a.self, TPL_LOWER); }},
+    {"title", TPL_FN { return tpl_recased(r, a.self, TPL_TITLE_METHOD); }},
+    {"capitalize", TPL_FN { return tpl_recased(r, a.self, TPL_CAPITAL); }},
+    {"replace", tpl_replaced},
+    {"join", TPL_FN { return tpl_join(r, a.need(r, 0, "iterable"), &a.self, nullptr); }},
+    {nullptr, nullptr},
+};
+
+static const tpl_builtin tpl_dict_methods[] = {
+    {"items", TPL_FN { return tpl_dict_view(r, a.self, 0); }},
+    {"keys", TPL_FN { return tpl_dict_view(r, a.self, 1); }},
+    {"values", TPL_FN { return tpl_dict_view(r, a.self, 2); }},
+    {"get", TPL_FN {
+        const tpl_value *other = a.get(1, "default"), *v = tpl_lookup(r, a.self, a.need(r, 0, "key"));
+        return v ? *v : other ? *other : tpl_none();
+    }},
+    {nullptr, nullptr},
+};
+// clang-format on
+
+// Keyword arguments as key, value, key, value.
+static vector<tpl_value> tpl_named(tpl_run &r, tpl_args &a) {
+    vector<tpl_value> items;
+    for (tpl_args::arg &arg : a.list)
+        if (!arg.name.empty())
+            arg.used = true, tpl_dict_set(r, items, r.text(arg.name), arg.v);
+    return items;
+}
+
+// The local time in the words of the C locale, whatever locale the host program has set.
+static tpl_value tpl_strftime(tpl_run &r, tpl_args &a) {
+    const string &format = a.need_text(r, 0, "format").bytes();
+    for (size_t i = 0; i < format.size(); i++)
+        if (format[i] == '%') {
+            i += i + 1 < format.size() && format[i + 1] == '-' ? 2 : 1;
+            if (i >= format.size() || !strchr("aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ%", format[i]) || !format[i])
+                r.bad("strftime_now: unknown conversion in '%s'", show(format).c_str());
+        }
+    tm t;
+    char buf[512];
+    if (!localtime_r(&r.now, &t))
+        r.bad("strftime_now: no local time");
+    locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
+    size_t n = plain ? strftime_l(buf, sizeof buf, format.c_str(), &t, plain) : 0;
+    if (plain)
+        freelocale(plain);
+    if (!n && !format.empty())
+        r.bad("strftime_now: '%s' gives no text or more than %zu bytes", show(format).c_str(), sizeof buf);
+    return r.text(string_view(buf, n));
+}
+
+// clang-format off
+static const tpl_builtin tpl_functions[] = {
+    {"raise_exception", TPL_FN {
+        const string words = tpl_string(r, a.need(r, 0, "message")).bytes();
+        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", r.line) + words};
+    }},
+    {"strftime_now", tpl_strftime},
+    {"namespace", TPL_FN { return r.make(TPL_NAMESPACE, {}, tpl_named(r, a)); }},
+    {"dict", TPL_FN {
+        vector<tpl_value> items;
+        if (!a.list.empty() && a.list[0].name.empty()) {
+            const tpl_value &from = a.need(r, 0, "");
+            if (from.kind != TPL_DICT)
+                r.bad("dict() needs a dict, not %s", from.kind_name());
+            items = from.items();
+        }
+        vector<tpl_value> named = tpl_named(r, a);
+        for (size_t i = 0; i < named.size(); i += 2)
+            tpl_dict_set(r, items, named[i], named[i + 1]);
+        return r.make(TPL_DICT, {}, std::move(items));
+    }},
+    {"range", TPL_FN {
+        int64_t from = a.get_int(r, 0, "start", 0), to = a.get_int(r, 1, "stop", 0), step = a.get_int(r, 2, "step", 1);
+        if (a.list.size() < 2)
+            to = a.need(r, 0, "stop").i, from = 0;
+        if (step == 0)
+            r.bad("range: the step is zero");
+        // As unsigned differences, which do not overflow.
+        bool empty = step > 0 ? from >= to : from <= to;
+        uint64_t span = empty ? 0 : step > 0 ? uint64_t(to) - uint64_t(from) : uint64_t(from) - uint64_t(to);
+        uint64_t stride = step > 0 ? uint64_t(step) : 0 - uint64_t(step), n = span / stride + (span % stride != 0);
+        if (n > uint64_t(TPL_MAX_RANGE))
+            r.bad("range of %llu items, more than %lld", (unsigned long long)n, (long long)TPL_MAX_RANGE);
+        r.room(n * sizeof(tpl_value));
+        vector<tpl_value> out;
+        for (uint64_t i = 0; i < n; i++)
+            out.push_back(tpl_int(int64_t(uint64_t(from) + i * uint64_t(step))));
+        return r.list(std::move(out));
+    }},
+    {nullptr, nullptr},
+};
+// clang-format on
+#undef TPL_TEST
+#undef TPL_FN
+
+// ---- source to tokens -------------------------------------------------------------------------------------------
+
+enum tpl_token_kind { TPL_DATA, TPL_OPEN, TPL_OPEN_TAG, TPL_CLOSE, TPL_WORD, TPL_QUOTED, TPL_DIGITS, TPL_OP, TPL_END };
+
+struct tpl_token {
+    tpl_token_kind kind;
+    int line;
+    string_view text; // quoted: without the quotes, escapes not yet decoded
+};
+
+struct tpl_lexer {
+    string_view src;
+    vector<tpl_token> out;
+    size_t at = 0, counted = 0;
+    int line = 1;
+
+    [[noreturn]] void bad(const char *what) {
+        fail(ENGINE_ETEMPLATE, "template line %d: %s",
+             line + int(std::count(src.begin() + counted, src.begin() + at, '\n')), what);
+    }
+    bool sees(string_view s) const { return src.compare(at, s.size(), s) == 0; }
+    static bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+    static bool is_word(char c) { return c == '_' || (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z'); }
+    void add(tpl_token_kind kind, string_view text) {
+        line += int(std::count(src.begin() + counted, src.begin() + at, '\n'));
+        counted = at;
+        out.push_back({kind, line, text});
+    }
+    // The closing delimiter is here: `at` moves behind it and the white space that goes with it.
+    void close(string_view end, char control) {
+        at += end.size() + (control != 0);
+        if (control == '-')
+            while (at < src.size() && is_space(src[at]))
+                at++;
+        else if (end != "}}" && control != '+' && sees("\n"))
+            at++;
+    }
+    // The tokens up to the closing delimiter. Inside brackets a delimiter is none: {{ {'a': {}} }}.
+    void expression(string_view end) {
+        for (int nesting = 0;;) {
+            while (at < src.size() && is_space(src[at]))
+                at++;
+            if (at == src.size())
+                bad("the template ends inside a tag");
+            char c = src[at];
+            bool control = (c == '-' || (c == '+' && end == "%}")) && src.compare(at + 1, 2, end) == 0;
+            if (nesting == 0 && (control || sees(end))) {
+                add(TPL_CLOSE, end);
+                return close(end, control ? c : 0);
+            }
+            size_t n = 1;
+            tpl_token_kind kind = TPL_OP;
+            if (c == '"' || c == '\'') {
+                while (at + n < src.size() && src[at + n] != c)
+                    n += src[at + n] == '\\' ? 2 : 1;
+                if (at + n >= src.size())
+                    bad("a string is not closed");
+                add(TPL_QUOTED, src.substr(at + 1, n - 1));
+                at += n + 1;
+                continue;
+            }
+            if (c >= '0' && c <= '9') {
+                kind = TPL_DIGITS;
+                auto digits = [&] {
+                    while (at + n < src.size() && ((src[at + n] >= '0' && src[at + n] <= '9') || src[at + n] == '_'))
+                        n++;
+                };
+                digits();
+                if (src.compare(at + n, 1, ".") == 0 && at + n + 1 < src.size() && isdigit(uint8_t(src[at + n + 1])))
+                    n++, digits();
+            } else if (is_word(c)) {
+                kind = TPL_WORD;
+                while (at + n < src.size() && is_word(src[at + n]))
+                    n++;
+            } else {
+                for (const char *two : {"//", "**", "==", "!=", "<=", ">="})
+                    n = sees(two) ? 2 : n;
+                if (n == 1 && !strchr("+-*/%~<>=()[]{}.,:|", c))
+                    bad(("unexpected character '" + show(src.substr(at, 1)) + "'").c_str());
+                nesting += c == '(' || c == '[' || c == '{' ? 1 : c == ')' || c == ']' || c == '}' ? -1 : 0;
+                if (nesting < 0)
+                    bad("a bracket closes that was not opened");
+            }
+            add(kind, src.substr(at, n));
+            at += n;
+        }
+    }
+    void run() {
+        while (at < src.size()) {
+            size_t from = at, to = from;
+            while ((to = src.find('{', to)) != string::npos && src.find_first_of("{%#", to + 1) != to + 1)
+                to++;
+            size_t open = to = std::min(to, src.size());
+            char kind = open < src.size() ? src[open + 1] : 0,
+                 control = kind && open + 2 < src.size() ? src[open + 2] : 0;
+            control = control == '-' || (control == '+' && kind != '{') ? control : 0;
+            if (control == '-')
+                while (to > from && is_space(src[to - 1]))
+                    to--;
+            else if (control != '+' && (kind == '%' || kind == '#')) { // lstrip_blocks: the line's indentation goes
+                size_t start = to;
+                while (start > from && (src[start - 1] == ' ' || src[start - 1] == '\t'))
+                    start--;
+                if (start == 0 || src[start - 1] == '\n')
+                    to = start;
+            }
+            if (to > from)
+                add(TPL_DATA, src.substr(from, to - from));
+            if (!kind)
+                break;
+            at = open;
+            if (kind == '#') {
+                size_t end = src.find("#}", open + 2);
+                if (end == string::npos)
+                    bad("a comment is not closed");
+                bool controlled = end > open + 2 && (src[end - 1] == '-' || src[end - 1] == '+');
+                at = end - controlled;
+                close("#}", controlled ? src[end - 1] : 0);
+                continue;
+            }
+            add(kind == '{' ? TPL_OPEN : TPL_OPEN_TAG, src.substr(open, 2));
+            at = open + 2 + (control != 0);
+            expression(kind == '{' ? "}}" : "%}");
+        }
+        at = src.size();
+        add(TPL_END, "end of the template");
+    }
+};
+
+// ---- tokens to a tree -------------------------------------------------------------------------------------------
+
+// clang-format off
+enum tpl_op {
+    TPL_CONST, TPL_NAME, TPL_MAKE_LIST, TPL_MAKE_TUPLE, TPL_MAKE_DICT, TPL_ATTR, TPL_SLICE, TPL_CALL, TPL_FILTER,
+    TPL_TEST, TPL_NOT, TPL_MINUS, TPL_PLUS, TPL_AND, TPL_OR, TPL_COMPARE, TPL_BINARY, TPL_CHOICE, TPL_ARG,
+    TPL_BLOCK, TPL_OUT, TPL_PRINT, TPL_IF, TPL_FOR, TPL_SET, TPL_SET_BLOCK, TPL_DEF, TPL_BREAK, TPL_CONTINUE
+};
+// clang-format on
+
+struct tpl_node {
+    tpl_op op;
+    int line, depth;
+    string_view text;                // name, operator, data
+    vector<const tpl_node *> kids;   // see the parser, where each is made
+    tpl_value constant;              // const
+    const tpl_builtin *fn = nullptr; // filter, test
+};
+
+// A parsed template: immutable, and may be rendered by several threads at once.
+struct chat_template {
+    std::unique_ptr<string> source; // the nodes point into it
+    vector<std::unique_ptr<tpl_node>> nodes;
+    const tpl_node *root = nullptr;
+};
+
+static tpl_value tpl_constant_text(string_view s) {
+    tpl_value v = tpl_scalar(TPL_STRING, 0);
+    v.h = std::make_shared<tpl_value::heap>();
+    v.h->text.add(s, TPL_OURS);
+    return v;
+}
+
+static void tpl_add_utf8(string &out, uint32_t c) {
+    if (c < 0x80)
+        out += char(c);
+    else {
+        int more = c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+        out += char((0xff00 >> (more + 1) & 0xff) | c >> 6 * more);
+        while (more--)
+            out += char(0x80 | (c >> 6 * more & 0x3f));
+    }
+}
+
+struct tpl_parser {
+    chat_template &out;
+    vector<tpl_token> tokens;
+    size_t at = 0;
+    int depth = 0;
+    using kid_list = vector<const tpl_node *>;
+
+    const tpl_token &now() const { return tokens[at]; }
+    [[noreturn]] __attribute__((format(printf, 2, 3))) void bad(const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        string s = vstrf(fmt, args);
+        va_end(args);
+        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", now().line) + s};
+    }
+    string seen() const { return show(now().kind == TPL_QUOTED ? "a string" : now().text); }
+    bool is(tpl_token_kind kind, string_view text) const { return now().kind == kind && now().text == text; }
+    bool take(tpl_token_kind kind, string_view text) { return is(kind, text) && ++at; }
+    bool op(string_view text) { return take(TPL_OP, text); }
+    bool word(string_view text) { return take(TPL_WORD, text); }
+    void need(tpl_token_kind kind, const char *text) {
+        if (!take(kind, text))
+            bad("expected '%s', found '%s'", text, seen().c_str());
+    }
+    void need_op(const char *text) { need(TPL_OP, text); }
+    void need_close() { need(TPL_CLOSE, "%}"); }
+    string_view name() {
+        if (now().kind != TPL_WORD)
+            bad("expected a name, found '%s'", seen().c_str());
+        return tokens[at++].text;
+    }
+    struct level { // one step deeper into the source; recursion is bounded here
+        tpl_parser &p;
+        explicit level(tpl_parser &parser) : p(parser) {
+            if (++p.depth > TPL_MAX_DEPTH)
+                p.bad("nested more than %d deep", TPL_MAX_DEPTH);
+        }
+        ~level() { p.depth--; }
+    };
+    // Long chains (a ~ b ~ c) nest the tree without nesting the parser, so the tree's depth is bounded as well.
+    tpl_node *make(tpl_op op, string_view text, kid_list kids, int line = 0) {
+        int deep = 0;
+        for (const tpl_node *k : kids)
+            deep = std::max(deep, k->depth);
+        if (deep >= TPL_MAX_DEPTH)
+            bad("nested more than %d deep", TPL_MAX_DEPTH);
+        out.nodes.push_back(std::make_unique<tpl_node>());
+        tpl_node *n = out.nodes.back().get();
+        n->op = op, n->line = line ? line : now().line, n->depth = deep + 1, n->text = text, n->kids = std::move(kids);
+        return n;
+    }
+    const tpl_node *constant(tpl_value v) {
+        tpl_node *n = make(TPL_CONST, "", {});
+        n->constant = std::move(v);
+        return n;
+    }
+
+    // Python's escapes. An unknown one stays as it is.
+    string unescape(string_view s) {
+        string r;
+        for (size_t i = 0; i < s.size(); i++) {
+            if (s[i] != '\\' || i + 1 == s.size()) {
+                r += s[i];
+                continue;
+            }
+            char c = s[++i];
+            const char *simple = strchr("n\nt\tr\rb\bf\fa\av\v0\0", c);
+            size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
+            if (c == '\\' || c == '\'' || c == '"')
+                r += c;
+            else if (c != '\n' && simple && isalpha(uint8_t(c)))
+                r += simple[1];
+            else if (c == '0')
+                r += '\0';
+            else if (digits) {
+                uint32_t u = 0;
+                auto end = std::from_chars(s.data() + i + 1, s.data() + std::min(s.size(), i + 1 + digits), u, 16).ptr;
+                if (end != s.data() + i + 1 + digits || u > 0x10ffff || (u >= 0xd800 && u < 0xe000))
+                    bad("bad escape '\\%c' in a string", c);
+                tpl_add_utf8(r, u);
+                i += digits;
+            } else if (c != '\n') // a newline after a backslash is no text
+                r += '\\', r += c;
+        }
+        return r;
+    }
+    const tpl_node *number() {
+        string s(tokens[at++].text);
+        s.erase(std::remove(s.begin(), s.end(), '_'), s.end());
+        int64_t i = 0;
+        double f = 0;
+        bool real = s.find('.') != string::npos;
+        auto e = real ? std::from_chars(s.data(), s.data() + s.size(), f)
+                      : std::from_chars(s.data(), s.data() + s.size(), i);
+        if (e.ec != std::errc())
+            bad("number %s is out of range", show(s).c_str());
+        return constant(real ? tpl_float(f) : tpl_int(i));
+    }
+    // Comma-separated expressions up to `end`; tells whether there was a comma.
+    bool items(kid_list &kids, const char *end) {
+        bool comma = false;
+        while (!op(end)) {
+            kids.push_back(expression());
+            if (op(","))
+                comma = true;
+            else if (!is(TPL_OP, end))
+                bad("expected ',' or '%s', found '%s'", end, seen().c_str());
+        }
+        return comma;
+    }
+    const tpl_node *primary() {
+        const tpl_token &t = now();
+        if (t.kind == TPL_QUOTED) {
+            string s;
+            while (now().kind == TPL_QUOTED)
+                s += unescape(now().text), at++;
+            return constant(tpl_constant_text(s));
+        }
+        if (t.kind == TPL_DIGITS)
+            return number();
+        if (t.kind == TPL_WORD) {
+            at++;
+            if (t.text == "true" || t.text == "True" || t.text == "false" || t.text == "False")
+                return constant(tpl_bool((t.text[0] | 32) == 't'));
+            return t.text == "none" || t.text == "None" ? constant(tpl_none()) : make(TPL_NAME, t.text, {}, t.line);
+        }
+        kid_list kids;
+        if (op("(")) {
+            bool comma = items(kids, ")");
+            return kids.size() == 1 && !comma ? kids[0] : make(TPL_MAKE_TUPLE, "", std::move(kids), t.line);
+        }
+        if (op("[")) {
+            items(kids, "]");
+            return make(TPL_MAKE_LIST, "", std::move(kids), t.line);
+        }
+        need_op("{");
+        while (!op("}")) {
+            kids.push_back(expression());
+            need_op(":");
+            kids.push_back(expression());
+            if (!op(",") && !is(TPL_OP, "}"))
+                bad("expected ',' or '}', found '%s'", seen().c_str());
+        }
+        return make(TPL_MAKE_DICT, "", std::move(kids), t.line);
+    }
+    // After "(": arguments; a named one is an ARG node.
+    void arguments(kid_list &kids) {
+        while (!op(")")) {
+            if (now().kind == TPL_WORD && tokens[at + 1].kind == TPL_OP && tokens[at + 1].text == "=") {
+                string_view n = name();
+                at++;
+                kids.push_back(make(TPL_ARG, n, {expression()}));
+            } else
+                kids.push_back(expression());
+            if (!op(",") && !is(TPL_OP, ")"))
+                bad("expected ',' or ')', found '%s'", seen().c_str());
+        }
+    }
+    const tpl_node *subscript(const tpl_node *left) {
+        kid_list kids = {left};
+        bool slice = false;
+        for (int k = 0; k < 3; k++) {
+            bool none = is(TPL_OP, ":") || is(TPL_OP, "]");
+            kids.push_back(none ? constant(tpl_none()) : expression());
+            if (k == 0 && none && is(TPL_OP, "]"))
+                bad("an index is missing");
+            if (k < 2 && op(":"))
+                slice = true;
+        }
+        need_op("]");
+        if (!slice)
+            kids.resize(2);
+        return make(slice ? TPL_SLICE : TPL_ATTR, "", std::move(kids));
+    }
+    const tpl_node *test(const tpl_node *left) {
+        bool negated = word("not");
+        int line = now().line;
+        string_view n = name();
+        const tpl_builtin *fn = tpl_find_builtin(tpl_tests, n);
+        if (!fn)
+            bad("no test named '%s'", show(n).c_str());
+        kid_list kids = {left};
+        static const char *const follow[] = {"else", "or", "and", "if", "is", "in", "not"};
+        bool word_follows =
+            std::any_of(std::begin(follow), std::end(follow), [&](const char *w) { return is(TPL_WORD, w); });
+        if (op("("))
+            arguments(kids);
+        else if (now().kind == TPL_QUOTED || now().kind == TPL_DIGITS || (now().kind == TPL_WORD && !word_follows) ||
+                 is(TPL_OP, "[") || is(TPL_OP, "{"))
+            kids.push_back(postfix(primary()));
+        tpl_node *node = make(TPL_TEST, n, std::move(kids), line);
+        node->fn = fn;
+        return negated ? make(TPL_NOT, "", {node}, line) : node;
+    }
+    const tpl_node *postfix(const tpl_node *left) {
+        for (;;) {
+            int line = now().line;
+            if (op(".")) {
+                if (now().kind == TPL_DIGITS)
+                    left = make(TPL_ATTR, "", {left, number()}, line);
+                else {
+                    string_view n = name();
+                    left = make(TPL_ATTR, n, {left, constant(tpl_constant_text(n))}, line);
+                }
+            } else if (op("["))
+                left = subscript(left);
+            else if (op("(")) {
+                kid_list kids = {left};
+                arguments(kids);
+                left = make(TPL_CALL, "", std::move(kids), line);
+            } else
+                return left;
+        }
+    }
+    const tpl_node *filters(const tpl_node *left) {
+        for (;;) {
+            int line = now().line;
+            if (word("is"))
+                left = test(left);
+            else if (op("|")) {
+                kid_list kids = {left};
+                string_view n = name();
+                const tpl_builtin *fn = tpl_find_builtin(tpl_filters, n);
+                if (!fn)
+                    bad("no filter named '%s'", show(n).c_str());
+                if (op("("))
+                    arguments(kids);
+                tpl_node *node = make(TPL_FILTER, n, std::move(kids), line);
+                node->fn = fn, left = node;
+            } else
+                return left;
+        }
+    }
+    const tpl_node *unary(bool with_filters) {
+        level l(*this);
+        bool minus = is(TPL_OP, "-");
+        if (op("-") || op("+")) {
+            const tpl_node *n = make(minus ? TPL_MINUS : TPL_PLUS, minus ? "-" : "+", {unary(false)});
+            return with_filters ? filters(n) : n;
+        }
+        const tpl_node *n = postfix(primary());
+        return with_filters ? filters(n) : n;
+    }
+    // 1 or, 2 and, 4 comparison, 5 + -, 6 ~, 7 * / // %, 8 **; 3 is `not`; 0: no operator.
+    int precedence() const {
+        const tpl_token &t = now();
+        if (t.kind == TPL_WORD)
+            return t.text == "or"                                                       ? 1
+                   : t.text == "and"                                                    ? 2
+                   : t.text == "in" || (t.text == "not" && tokens[at + 1].text == "in") ? 4
+                                                                                        : 0;
+        if (t.kind != TPL_OP)
+            return 0;
+        static const char *const levels[] = {"== != < <= > >=", "+ -", "~", "* / // %", "**"};
+        for (int i = 0; i < 5; i++)
+            for (string_view s = levels[i]; !s.empty(); s.remove_prefix(std::min(s.find(' '), s.size() - 1) + 1))
+                if (s.substr(0, s.find(' ')) == t.text)
+                    return 4 + i;
+        return 0;
+    }
+    const tpl_node *binary(int least) {
+        const tpl_node *left, *last = nullptr; // last: the right side of a comparison just made: a < b < c
+        if (word("not")) {
+            level l(*this);
+            left = make(TPL_NOT, "", {binary(3)});
+        } else
+            left = unary(true);
+        for (int p; (p = precedence()) >= std::max(least, 1);) {
+            int line = now().line;
+            string_view o = tokens[at++].text;
+            if (o == "not")
+                o = "not in", at++;
+            const tpl_node *right = binary(p + 1);
+            tpl_op kind = p == 1 ? TPL_OR : p == 2 ? TPL_AND : p == 4 ? TPL_COMPARE : TPL_BINARY;
+            const tpl_node *n = make(kind, o, {p == 4 && last ? last : left, right}, line);
+            left = p == 4 && last ? make(TPL_AND, "and", {left, n}, line) : n;
+            last = p == 4 ? right : nullptr;
+        }
+        return left;
+    }
+    const tpl_node *expression() {
+        const tpl_node *n = binary(1);
+        while (word("if")) {
+            level l(*this);
+            const tpl_node *condition = binary(1);
+            n = make(TPL_CHOICE, "", word("else") ? kid_list{condition, n, expression()} : kid_list{condition, n});
+        }
+        return n;
+    }
+    // An expression, or several with commas between: a tuple. A `for` takes no inline if.
+    const tpl_node *tuple(bool choice) {
+        kid_list kids = {choice ? expression() : binary(1)};
+        bool comma = false;
+        while (op(",") && (comma = true) && now().kind != TPL_CLOSE)
+            kids.push_back(choice ? expression() : binary(1));
+        return comma ? make(TPL_MAKE_TUPLE, "", std::move(kids)) : kids[0];
+    }
+    void targets(kid_list &kids) {
+        bool parens = op("(");
+        do
+            kids.push_back(make(TPL_NAME, name(), {}));
+        while (op(","));
+        if (parens)
+            need_op(")");
+    }
+
+    const tpl_node *parse_if() {
+        int line = now().line;
+        kid_list kids = {expression()}; // condition, block, condition, block, ..., else block
+        for (;;) {
+            need_close();
+            string_view end;
+            kids.push_back(block("if", line, {"elif", "else", "endif"}, end));
+            if (end == "elif") {
+                kids.push_back(expression());
+                continue;
+            }
+            if (end == "else") {
+                need_close();
+                kids.push_back(block("if", line, {"endif"}, end));
+            }
+            need_close();
+            return make(TPL_IF, "", std::move(kids), line);
+        }
+    }
+    const tpl_node *parse_for() { // sequence, condition, body, else block, target names ...
+        int line = now().line;
+        kid_list names;
+        targets(names);
+        need(TPL_WORD, "in");
+        const tpl_node *seq = tuple(false), *condition = word("if") ? expression() : constant(tpl_bool(true));
+        if (is(TPL_WORD, "recursive"))
+            bad("recursive loops are not supported");
+        need_close();
+        string_view end;
+        const tpl_node *body = block("for", line, {"else", "endfor"}, end), *other = nullptr;
+        if (end == "else") {
+            need_close();
+            other = block("for", line, {"endfor"}, end);
+        }
+        need_close();
+        kid_list kids = {seq, condition, body, other ? other : make(TPL_BLOCK, "", {})};
+        kids.insert(kids.end(), names.begin(), names.end());
+        return make(TPL_FOR, "", std::move(kids), line);
+    }
+    const tpl_node *parse_set() { // value or block, target names ...; text: the attribute of a namespace
+        int line = now().line;
+        kid_list names;
+        targets(names);
+        string_view attribute = op(".") ? name() : "", end;
+        if (!op("=")) {
+            need_close();
+            names.insert(names.begin(), block("set", line, {"endset"}, end));
+            need_close();
+            return make(TPL_SET_BLOCK, attribute, std::move(names), line);
+        }
+        names.insert(names.begin(), tuple(true));
+        need_close();
+        return make(TPL_SET, attribute, std::move(names), line);
+    }
+    const tpl_node *parse_macro() { // body, parameters (ARG, with the default as its kid) ...
+        int line = now().line;
+        string_view macro = name(), end;
+        kid_list kids = {nullptr};
+        need_op("(");
+        while (!op(")")) {
+            string_view n = name();
+            kids.push_back(make(TPL_ARG, n, op("=") ? kid_list{expression()} : kid_list{}));
+            if (!op(",") && !is(TPL_OP, ")"))
+                bad("expected ',' or ')', found '%s'", seen().c_str());
+        }
+        need_close();
+        kids[0] = block("macro", line, {"endmacro"}, end);
+        need_close();
+        return make(TPL_DEF, macro, std::move(kids), line);
+    }
+    // Up to a tag of `ends`, whose name is taken; its closing delimiter is not.
+    const tpl_node *block(const char *what, int line, std::initializer_list<string_view> ends, string_view &end) {
+        level l(*this);
+        kid_list kids;
+        for (;;) {
+            const tpl_token &t = tokens[at++];
+            if (t.kind == TPL_END) {
+                at--;
+                if (!ends.size())
+                    return make(TPL_BLOCK, "", std::move(kids));
+                bad("'%s' of line %d is not closed", what, line);
+            }
+            if (t.kind == TPL_DATA)
+                kids.push_back(make(TPL_OUT, t.text, {}, t.line));
+            else if (t.kind == TPL_OPEN) {
+                kids.push_back(make(TPL_PRINT, "", {tuple(true)}, t.line));
+                need(TPL_CLOSE, "}}");
+            } else {
+                string_view tag = name();
+                if (std::find(ends.begin(), ends.end(), tag) != ends.end())
+                    return end = tag, make(TPL_BLOCK, "", std::move(kids), line);
+                if (tag == "if")
+                    kids.push_back(parse_if());
+                else if (tag == "for")
+                    kids.push_back(parse_for());
+                else if (tag == "set")
+                    kids.push_back(parse_set());
+                else if (tag == "macro")
+                    kids.push_back(parse_macro());
+                else if (tag == "break" || tag == "continue") {
+                    kids.push_back(make(tag == "break" ? TPL_BREAK : TPL_CONTINUE, "", {}));
+                    need_close();
+                } else if (tag == "generation" || tag == "endgeneration") // marks text for training only
+                    need_close();
+                else {
+                    at--;
+                    bad("unexpected tag '%s'", show(tag).c_str());
+                }
+            }
+        }
+    }
+};
+
+// The templates of model files come through here. The source is copied.
+static chat_template parse_template(string_view source) {
+    if (source.size() > TPL_MAX_SOURCE)
+        fail(ENGINE_ETEMPLATE, "template line 1: the template has %zu bytes, more than %zu", source.size(),
+             TPL_MAX_SOURCE);
+    chat_template t;
+    t.source = std::make_unique<string>();
+    for (size_t i = 0; i < source.size(); i++) // CR LF and CR are newlines
+        if (source[i] != '\r')
+            *t.source += source[i];
+        else if (i + 1 == source.size() || source[i + 1] != '\n')
+            *t.source += '\n';
+    if (!t.source->empty() && t.source->back() == '\n')
+        t.source->pop_back();
+    tpl_lexer lexer;
+    lexer.src = *t.source;
+    lexer.run();
+    tpl_parser parser{t, std::move(lexer.out)};
+    string_view end;
+    t.root = parser.block("template", 1, {}, end);
+    return t;
+}
+
+// ---- the tree at work -------------------------------------------------------------------------------------------
+
+struct tpl_interpreter {
+    enum flow { NEXT, BREAK, CONTINUE };
+    struct variable {
+        string_view name;
+        tpl_value v;
+    };
+    tpl_run r; // first, so that it outlives every value
+    vector<const tpl_node *> macros;
+    vector<variable> globals, locals;
+    vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
+    size_t frame = 0, scope = 0;  // where the running macro's and the innermost loop's variables begin in `locals`
+    bool nested = false;          // inside a loop or macro, so that `set` makes a local
+    tpl_text *out = nullptr;
+
+    ~tpl_interpreter() {
+        for (tpl_value &n : namespaces)
+            n.h->items.clear();
+    }
+    struct level {
+        tpl_run &r;
+        int saved;
+        level(tpl_run &run, int line) : r(run), saved(run.line) {
+            r.line = line;
+            r.work(1);
+            if (++r.depth > TPL_MAX_RUN_DEPTH)
+                r.bad("nested more than %d deep", TPL_MAX_RUN_DEPTH);
+        }
+        ~level() { r.depth--, r.line = saved; }
+    };
+
+    void emit(const tpl_text &t) {
+        r.put(*out, t);
+        r.live += 2 * t.size(); // given back by capture()
+    }
+    // The text that a block prints, as a value.
+    tpl_value capture(const tpl_node &body) {
+        tpl_text text, *outer = out;
+        out = &text;
+        exec(body);
+        out = outer;
+        r.live -= 2 * text.size();
+        return r.text(std::move(text));
+    }
+    variable *find(string_view name) {
+        for (size_t i = locals.size(); i-- > frame;)
+            if (locals[i].name == name)
+                return &locals[i];
+        r.work((locals.size() - frame + globals.size()) / 16);
+        for (variable &v : globals)
+            if (v.name == name)
+                return &v;
+        return nullptr;
+    }
+    void set(string_view name, tpl_value v) {
+        vector<variable> &where = nested ? locals : globals;
+        size_t begin = nested ? scope : 0;
+        r.work((where.size() - begin) / 16);
+        for (size_t i = begin; i < where.size(); i++)
+            if (where[i].name == name) {
+                where[i].v = std::move(v);
+                return;
+            }
+        where.push_back({name, std::move(v)});
+    }
+    // names: kids [first, end) of n.
+    void assign(const tpl_node &n, size_t first, const tpl_value &v) {
+        size_t count = n.kids.size() - first;
+        if (count == 1)
+            return set(n.kids[first]->text, v);
+        tpl_value seq = tpl_sequence(r, v);
+        if (seq.items().size() != count)
+            r.bad("cannot unpack %zu items into %zu names", seq.items().size(), count);
+        for (size_t i = 0; i < count; i++)
+            set(n.kids[first + i]->text, seq.items()[i]);
+    }
+    void set_attribute(const tpl_node &n, const tpl_value &v) {
+        variable *target = find(n.kids[1]->text);
+        if (!target || target->v.kind != TPL_NAMESPACE)
+            r.bad("'%s' is not a namespace", show(n.kids[1]->text).c_str());
+        tpl_value holder = target->v;
+        size_t before = holder.items().size();
+        tpl_dict_set(r, holder.h->items, r.text(n.text), v);
+        if (holder.items().size() > before)
+            r.live += 2 * sizeof(tpl_value), holder.h->charged += 2 * sizeof(tpl_value);
+    }
+
+    __attribute__((noinline)) tpl_value eval_name(const tpl_node &n) {
+        variable *v = find(n.text);
+        return v ? v->v : r.missing(strf("'%s' is undefined", show(n.text).c_str()));
+    }
+    __attribute__((noinline)) tpl_value eval_items(const tpl_node &n) {
+        vector<tpl_value> items;
+        for (const tpl_node *k : n.kids)
+            items.push_back(eval(*k));
+        if (n.op != TPL_MAKE_DICT)
+            return r.make(n.op == TPL_MAKE_LIST ? TPL_LIST : TPL_TUPLE, {}, std::move(items));
+        vector<tpl_value> dict;
+        for (size_t i = 0; i < items.size(); i += 2)
+            tpl_dict_set(r, dict, items[i], items[i + 1]);
+        return r.make(TPL_DICT, {}, std::move(dict));
+    }
+    __attribute__((noinline)) tpl_value eval_slice(const tpl_node &n) {
+        tpl_value v = eval(*n.kids[0]), bounds[3];
+        for (int i = 0; i < 3; i++)
+            bounds[i] = eval(*n.kids[size_t(i) + 1]);
+        return tpl_slice(r, v, bounds);
+    }
+    void eval_args(const tpl_node &n, tpl_args &a) {
+        for (size_t i = 1; i < n.kids.size(); i++) {
+            const tpl_node &k = *n.kids[i];
+            a.list.push_back({k.op == TPL_ARG ? k.text : "", eval(k.op == TPL_ARG ? *k.kids[0] : k), false});
+        }
+    }
+    __attribute__((noinline)) tpl_value eval_builtin(const tpl_node &n) {
+        tpl_args a;
+        a.self = eval(*n.kids[0]);
+        eval_args(n, a);
+        return tpl_call(r, n.fn, n.text, a);
+    }
+    __attribute__((noinline)) tpl_value eval_call(const tpl_node &n) {
+        const tpl_node &callee = *n.kids[0];
+        tpl_args a;
+        tpl_value f;
+        if (callee.op == TPL_ATTR && !callee.text.empty()) { // object.method(...)
+            a.self = eval(*callee.kids[0]);
+            const tpl_builtin *table = a.self.is_string()        ? tpl_string_methods
+                                       : a.self.kind == TPL_DICT ? tpl_dict_methods
+                                                                 : nullptr;
+            if (const tpl_builtin *method = table ? tpl_find_builtin(table, callee.text) : nullptr) {
+                eval_args(n, a);
+                return tpl_call(r, method, callee.text, a);
+            }
+            f = tpl_attribute(r, a.self, callee.kids[1]->constant);
+            if (f.kind == TPL_UNDEFINED)
+                r.bad("%s has no method '%s'", a.self.kind_name(), show(callee.text).c_str());
+        } else
+            f = eval(callee);
+        eval_args(n, a);
+        if (f.kind == TPL_MACRO)
+            return call_macro(*macros[size_t(f.i)], a);
+        if (f.kind == TPL_UNDEFINED)
+            r.undefined(f);
+        if (f.kind != TPL_FUNCTION)
+            r.bad("a %s cannot be called", f.kind_name());
+        tpl_value v = tpl_call(r, &tpl_functions[f.i], tpl_functions[f.i].names, a);
+        if (v.kind == TPL_NAMESPACE)
+            namespaces.push_back(v);
+        return v;
+    }
+    // A macro sees its parameters and the variables outside all loops.
+    tpl_value call_macro(const tpl_node &m, tpl_args &a) {
+        size_t saved_frame = frame, saved_scope = scope;
+        bool saved_nested = nested;
+        frame = scope = locals.size();
+        nested = true;
+        for (size_t i = 1; i < m.kids.size(); i++) {
+            const tpl_node &param = *m.kids[i];
+            const tpl_value *given = a.get(i - 1, string(param.text).c_str());
+            tpl_value v = given ? *given
+                          : param.kids.empty()
+                              ? r.missing(strf("parameter '%s' was not provided", show(param.text).c_str()))
+                              : eval(*param.kids[0]);
+            locals.push_back({param.text, std::move(v)});
+        }
+        for (const tpl_args::arg &arg : a.list)
+            if (!arg.used)
+                r.bad("macro '%s': unexpected argument%s%s", show(m.text).c_str(), arg.name.empty() ? "" : " ",
+                      show(arg.name).c_str());
+        tpl_value v = capture(*m.kids[0]);
+        locals.resize(frame);
+        frame = saved_frame, scope = saved_scope, nested = saved_nested;
+        return v;
+    }
+    __attribute__((noinline)) tpl_value eval_compare(const tpl_node &n) {
+        tpl_value a = eval(*n.kids[0]), b = eval(*n.kids[1]);
+        if (n.text == "==" || n.text == "!=")
+            return tpl_bool(tpl_equal(r, a, b) == (n.text == "=="));
+        if (n.text == "in" || n.text == "not in")
+            return tpl_bool(tpl_contains(r, b, a) == (n.text == "in"));
+        int c = tpl_compare(r, a, b);
+        return tpl_bool(n.text == "<" ? c < 0 : n.text == "<=" ? c <= 0 : n.text == ">" ? c > 0 : c >= 0);
+    }
+    __attribute__((noinline)) tpl_value eval_binary(const tpl_node &n) {
+        bool unary = n.op == TPL_MINUS || n.op == TPL_PLUS;
+        tpl_value a = unary ? tpl_int(0) : eval(*n.kids[0]), b = eval(*n.kids.back());
+        if (unary && b.kind == TPL_FLOAT)
+            return tpl_float(n.op == TPL_MINUS ? -b.f : b.f);
+        return tpl_arithmetic(r, n.text, a, b);
+    }
+    // clang-format off
+    tpl_value eval(const tpl_node &n) {
+        level l(r, n.line);
+        switch (n.op) {
+        case TPL_CONST: return n.constant;
+        case TPL_NAME: return eval_name(n);
+        case TPL_MAKE_LIST:
+        case TPL_MAKE_TUPLE:
+        case TPL_MAKE_DICT: return eval_items(n);
+        case TPL_ATTR: return tpl_attribute(r, eval(*n.kids[0]), eval(*n.kids[1]));
+        case TPL_SLICE: return eval_slice(n);
+        case TPL_CALL: return eval_call(n);
+        case TPL_FILTER:
+        case TPL_TEST: return eval_builtin(n);
+        case TPL_NOT: return tpl_bool(!tpl_truth(eval(*n.kids[0])));
+        case TPL_AND:
+        case TPL_OR: {
+            tpl_value a = eval(*n.kids[0]);
+            return tpl_truth(a) == (n.op == TPL_OR) ? a : eval(*n.kids[1]);
+        }
+        case TPL_COMPARE: return eval_compare(n);
+        case TPL_MINUS:
+        case TPL_PLUS:
+        case TPL_BINARY: return eval_binary(n);
+        case TPL_CHOICE:
+            if (tpl_truth(eval(*n.kids[0])))
+                return eval(*n.kids[1]);
+            return n.kids.size() > 2 ? eval(*n.kids[2]) : r.missing("an inline 'if' without 'else' gave no value");
+        default: r.bad("statement in an expression");
+        }
+    }
+    // clang-format on
+
+    __attribute__((noinline)) flow exec_if(const tpl_node &n) {
+        size_t i = 0;
+        for (; i + 1 < n.kids.size(); i += 2)
+            if (tpl_truth(eval(*n.kids[i])))
+                return exec(*n.kids[i + 1]);
+        return i < n.kids.size() ? exec(*n.kids[i]) : NEXT;
+    }
+    __attribute__((noinline)) flow exec_for(const tpl_node &n) {
+        tpl_value seq = tpl_sequence(r, eval(*n.kids[0]));
+        size_t base = locals.size(), saved_scope = scope;
+        bool saved_nested = nested;
+        nested = true, scope = base;
+        if (n.kids[1]->op != TPL_CONST || !tpl_truth(n.kids[1]->constant)) {
+            vector<tpl_value> kept;
+            for (const tpl_value &item : seq.items()) {
+                locals.resize(base);
+                assign(n, 4, item);
+                if (tpl_truth(eval(*n.kids[1])))
+                    kept.push_back(item);
+            }
+            seq = r.list(std::move(kept));
+        }
+        tpl_value loop = r.make(TPL_LOOP, {}, {seq});
+        flow result = NEXT;
+        for (size_t i = 0; i < seq.items().size() && result != BREAK; i++) {
+            r.work(1);
+            locals.resize(base);
+            loop.i = int64_t(i);
+            locals.push_back({"loop", loop});
+            assign(n, 4, seq.items()[i]);
+            result = exec(*n.kids[2]);
+        }
+        locals.resize(base);
+        scope = saved_scope, nested = saved_nested;
+        return seq.items().empty() ? exec(*n.kids[3]) : NEXT;
+    }
+    __attribute__((noinline)) void exec_set(const tpl_node &n) {
+        tpl_value v = n.op == TPL_SET ? eval(*n.kids[0]) : capture(*n.kids[0]);
+        n.text.empty() ? assign(n, 1, v) : set_attribute(n, v);
+    }
+    __attribute__((noinline)) void exec_print(const tpl_node &n) { emit(tpl_string(r, eval(*n.kids[0])).text()); }
+    __attribute__((noinline)) void exec_data(const tpl_node &n) {
+        r.put(*out, n.text, TPL_OURS);
+        r.live += 2 * n.text.size();
+    }
+    __attribute__((noinline)) void exec_def(const tpl_node &n) {
+        macros.push_back(&n);
+        set(n.text, tpl_scalar(TPL_MACRO, int64_t(macros.size()) - 1));
+    }
+    // clang-format off
+    flow exec(const tpl_node &n) {
+        level l(r, n.line);
+        switch (n.op) {
+        case TPL_BLOCK:
+            for (const tpl_node *k : n.kids)
+                if (flow f = exec(*k))
+                    return f;
+            return NEXT;
+        case TPL_OUT: exec_data(n); return NEXT;
+        case TPL_PRINT: exec_print(n); return NEXT;
+        case TPL_IF: return exec_if(n);
+        case TPL_FOR: return exec_for(n);
+        case TPL_SET:
+        case TPL_SET_BLOCK: exec_set(n); return NEXT;
+        case TPL_DEF: exec_def(n); return NEXT;
+        case TPL_BREAK: return BREAK;
+        case TPL_CONTINUE: return CONTINUE;
+        default: r.bad("expression as a statement");
+        }
+    }
+    // clang-format on
+};
+
+// ---- rendering --------------------------------------------------------------------------------------------------
+
+struct chat_message {
+    string role, content;
+};
+
+struct chat_text {
+    string text;
+    string literal; // literal[i] != 0: byte i came from a message, so special tokens are not parsed in it
+};
+
+struct template_options {
+    bool add_generation_prompt = false;
+    string_view bos, eos;                                  // what the template calls bos_token and eos_token
+    vector<std::pair<string_view, string_view>> arguments; // name, value: true, false, none, a number, "text" or text
+    time_t now = 0;                                        // for strftime_now; 0: the clock
+    uint64_t max_steps = TPL_MAX_STEPS, max_memory = TPL_MAX_MEMORY; // a longer conversation gets more
+};
+
+static tpl_value tpl_argument(tpl_run &r, string_view s) {
+    tpl_value text = r.text(s, TPL_GIVEN), v;
+    if (s == "true" || s == "false" || s == "True" || s == "False")
+        return tpl_bool((s[0] | 32) == 't');
+    if (s == "none" || s == "None" || s == "null")
+        return tpl_none();
+    if (s.size() > 1 && s[0] == '"' && s.back() == '"')
+        return r.text(s.substr(1, s.size() - 2), TPL_GIVEN);
+    bool number = !s.empty() && (isdigit(uint8_t(s.back())) && (isdigit(uint8_t(s[0])) || s[0] == '-'));
+    return number && (tpl_parse_number(text, s.find_first_of(".eE") == string::npos, v)) ? v : text;
+}
+
+static tpl_text tpl_render(const chat_template &t, const vector<chat_message> &messages, const template_options &o,
+                           bool as_parts, uint64_t &steps) {
+    tpl_interpreter in;
+    tpl_run &r = in.r;
+    uint64_t bytes = 0;
+    for (const chat_message &m : messages)
+        bytes += m.role.size() + m.content.size();
+    r.max_steps = o.max_steps + 1000 * messages.size() + bytes;
+    r.max_live = o.max_memory + 4096 * messages.size() + 16 * bytes;
+    r.now = o.now ? o.now : time(nullptr);
+    r.steps = steps, r.as_parts = as_parts;
+    struct keep { // also when it throws
+        tpl_run &r;
+        uint64_t &steps;
+        ~keep() { steps = r.steps; }
+    } k{r, steps};
+    tpl_text out;
+    in.out = &out;
+    vector<tpl_value> list;
+    for (const chat_message &m : messages) {
+        tpl_value content = r.text(m.content, TPL_CONTENT);
+        if (as_parts)
+            content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
+        list.push_back(r.make(TPL_DICT, {}, {r.text("role"), r.text(m.role, TPL_GIVEN), r.text("content"), content}));
+    }
+    in.set("messages", r.list(std::move(list)));
+    in.set("tools", tpl_none()); // as Hugging Face does: templates ask "is not none"
+    in.set("documents", tpl_none());
+    in.set("add_generation_prompt", tpl_bool(o.add_generation_prompt));
+    in.set("bos_token", r.text(o.bos));
+    in.set("eos_token", r.text(o.eos));
+    for (int i = 0; tpl_functions[i].names; i++)
+        in.set(tpl_functions[i].names, tpl_scalar(TPL_FUNCTION, i));
+    for (auto &a : o.arguments)
+        in.set(a.first, tpl_argument(r, a.second));
+    in.exec(*t.root);
+    return out;
+}
+
+// Contents are strings. Some templates expect a list of {type: "text", text: ...} instead: they fail on a string, or
+// print nothing of it. Then the list is tried, and used when it brings the content out.
+static chat_text render_template(const chat_template &t, const vector<chat_message> &messages,
+                                 const template_options &o) {
+    auto shows_content = [](const tpl_text &x) { return x.marks.find(TPL_CONTENT) != string::npos; };
+    tpl_text text, second;
+    Error first{0, ""};
+    uint64_t steps = 0; // of both
+    try {
+        text = tpl_render(t, messages, o, false, steps);
+    } catch (Error &e) {
+        first = std::move(e);
+    }
+    bool any = std::any_of(messages.begin(), messages.end(), [](const chat_message &m) { return !m.content.empty(); });
+    if (first.code || (any && !shows_content(text))) {
+        try {
+            second = tpl_render(t, messages, o, true, steps);
+        } catch (const Error &) {
+        }
+        if (shows_content(second))
+            return {std::move(second.bytes), std::move(second.marks)};
+    }
+    if (first.code)
+        throw first;
+    return {std::move(text.bytes), std::move(text.marks)};
+}
+
+static chat_text render_template(string_view source, const vector<chat_message> &messages, bool add_generation_prompt,
+                                 string_view bos, string_view eos,
+                                 const vector<std::pair<string_view, string_view>> &arguments = {}) {
+    template_options o;
+    o.add_generation_prompt = add_generation_prompt, o.bos = bos, o.eos = eos, o.arguments = arguments;
+    return render_template(parse_template(source), messages, o);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 6. MODEL
+//
+// From a file to weights that FORWARD can run: the architecture table, hyper-parameters, the rotary
+// frequencies, and the binding of every tensor to its field, with its shape checked. The only chapter that
+// knows architectures by name. Invariant: after load_model, every shape fits every other one.
+// ---------------------------------------------------------------------------------------------------
+
+// What distinguishes one dense decoder from another. A new one should cost one row here.
+enum : unsigned {
+    ROPE_HALVES = 1,  // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
+    QK_NORM = 2,      // RMS norm over each query and key head
+    QKV_BIAS = 4,     // attn_{q,k,v}.bias must exist; elsewhere they are optional
+};
+struct arch {
+    const char *name; // general.architecture, also the prefix of its keys
+    int glu;          // OP_GLU's kind
+    unsigned flags;
+};
+static const arch arch_table[] = {
+    {"llama", 0, 0},
+    {"qwen2", 0, ROPE_HALVES | QKV_BIAS},
+    {"qwen3", 0, ROPE_HALVES | QK_NORM},
+};
+
+struct hparams {
+    int n_layer, n_embd, n_head, n_head_kv, dim_k, dim_v, n_ff, n_vocab, n_ctx_train;
+    int n_rot;   // rotated dimensions per head, from the first on
+    int pairing; // OP_ROPE's
+    int glu;     // OP_GLU's kind
+    float eps;
+    float attn_scale; // of q . k
+    float rope_scale; // multiplies cos and sin (YaRN's attention factor)
+};
+
+// A null handle means that the model does not have it.
+struct layer {
+    mem attn_norm;      // [n_embd]
+    mat wq;             // [n_head * dim_k, n_embd]
+    mat wk;             // [n_head_kv * dim_k, n_embd]
+    mat wv;             // [n_head_kv * dim_v, n_embd]
+    mat wo;             // [n_embd, n_head * dim_v]
+    mem bq, bk, bv, bo; // biases of these
+    mem q_norm, k_norm; // [dim_k]
+    mem ffn_norm;       // [n_embd]
+    mat gate, up;       // [n_ff, n_embd]
+    mat down;           // [n_embd, n_ff]
+    mem b_gate, b_up, b_down;
+};
+
+struct weights {
+    hparams hp = {};
+    mat embed = {};       // [n_vocab, n_embd]
+    vector<layer> layers; // [n_layer]
+    mem out_norm = {};    // [n_embd]
+    mat out = {};         // [n_vocab, n_embd]; `embed` again when tied
+    vector<double> freqs; // [n_rot / 2], radians per position
+    vector<buffer> owned; // vectors that had to be widened to f32
+    int64_t decode_bytes = 0;
+};
+
+// exp, log, sin and cos in double from +, *, fma and rounding alone, so that every C library gives the same
+// bits. Within about 2 units in the last place.
+static double exact_exp(double x) {
+    if (!(x > -708))
+        return x != x ? x : 0;
+    if (x > 709)
+        return HUGE_VAL;
+    const double k = std::nearbyint(x * 1.4426950408889634);
+    const double r = std::fma(k, -1.9082149292705877e-10, std::fma(k, -0.6931471803691238, x));
+    double sum = 1; // Taylor, |r| <= 0.347
+    for (int n = 14; n > 0; n--)
+        sum = std::fma(sum, r / n, 1);
+    return std::ldexp(sum, int(k));
+}
+static double exact_log(double x) { // x > 0
+    int e;
+    double m = std::frexp(x, &e);
+    if (m < 0.7071067811865476)
+        m *= 2, e--;
+    const double t = (m - 1) / (m + 1), t2 = t * t;
+    double sum = 0; // 2 artanh(t), |t| <= 0.172
+    for (int n = 23; n > 0; n -= 2)
+        sum = std::fma(sum, t2, 1.0 / n);
+    return std::fma(2 * t, sum, double(e) * 0.6931471805599453);
+}
+static void exact_sin_cos(double x, double *s, double *c) { // |x| < 2^30
+    const double k = std::nearbyint(x * 0.6366197723675814);
+    double r = std::fma(k, -1.5707963267948966, x); // pi/2 in two parts
+    r = std::fma(k, -6.123233995736766e-17, r);
+    const double r2 = r * r;
+    double sn = 1, cs = 1; // Taylor, |r| <= 0.786
+    for (int n = 16; n > 0; n -= 2) {
+        sn = std::fma(sn, -r2 / (n * (n + 1)), 1);
+        cs = std::fma(cs, -r2 / (n * (n - 1)), 1);
+    }
+    sn *= r;
+    const int64_t quadrant = int64_t(k) & 3;
+    *s = quadrant & 1 ? cs : sn;
+    *c = quadrant & 1 ? sn : cs;
+    if (quadrant & 2)
+        *s = -*s;
+    if (quadrant == 1 || quadrant == 2)
+        *c = -*c;
+}
+
+// The angle per position of each rotary pair: base^(-2i/n), changed by the file's scaling rule. Linear divides by
+// the factor; YaRN (arXiv 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and
+// scales attention; Llama-3 files carry the divisors as a tensor.
+static void load_rotary(const model_file &f, const string &prefix, weights &w) {
+    hparams &hp = w.hp;
+    const auto key = [&](const char *name) { return prefix + name; };
+    const double base = f.get_float(key("rope.freq_base"), 10000.0);
+    if (!(base >= 1 && base <= 1e12))
+        f.bad(key("rope.freq_base"), "%g is out of range 1 to 1e12", base);
+    const int half = hp.n_rot / 2;
+    for (int i = 0; i < half; i++)
+        w.freqs.push_back(exact_exp(-2.0 * i / hp.n_rot * exact_log(base)));
+
+    if (const tensor_info *t = f.find("rope_freqs.weight")) {
+        if (t->type != TYPE_F32 || t->dims[0] != uint64_t(half) || t->dims[1] * t->dims[2] * t->dims[3] != 1)
+            f.bad("rope_freqs.weight", "expected F32 [%d]", half);
+        for (int i = 0; i < half; i++) {
+            float divisor;
+            memcpy(&divisor, t->data + 4 * i, 4);
+            if (!(divisor > 0 && divisor <= 1e6f))
+                f.bad("rope_freqs.weight", "entry %d is %g, expected a positive number", i, double(divisor));
+            w.freqs[size_t(i)] /= double(divisor);
+        }
+    }
+
+    string type(f.get_string(key("rope.scaling.type"), ""));
+    double factor = f.get_float(key("rope.scaling.factor"), 0.0);
+    if (type.empty() && f.meta(key("rope.scale_linear")))
+        type = "linear", factor = f.get_float(key("rope.scale_linear"), 1.0);
+    hp.rope_scale = float(f.get_float(key("rope.scaling.attn_factor"), 1.0));
+    if (type.empty() || type == "none" || factor == 0)
+        return;
+    if (!(factor >= 1e-3 && factor <= 1e6))
+        f.bad(key("rope.scaling.factor"), "%g is out of range", factor);
+    if (type == "linear") {
+        for (double &x : w.freqs)
+            x /= factor;
+    } else if (type == "yarn") {
+        const double n_orig = double(f.get_int(key("rope.scaling.original_context_length"), hp.n_ctx_train, 1, INT_MAX));
+        const double fast = f.get_float(key("rope.scaling.yarn_beta_fast"), 32.0);
+        const double slow = f.get_float(key("rope.scaling.yarn_beta_slow"), 1.0);
+        if (!(fast > 0 && slow > 0 && base > 1))
+            f.bad(key("rope.scaling.yarn_beta_fast"), "beta_fast, beta_slow and freq_base - 1 must be positive");
+        // The pair that turns `beta` times within the original context.
+        const auto pair_of = [&](double beta) {
+            return hp.n_rot * exact_log(n_orig / (beta * 6.283185307179586)) / (2 * exact_log(base));
+        };
+        const double low = std::max(0.0, std::floor(pair_of(fast)));
+        const double high = std::min(hp.n_rot - 1.0, std::ceil(pair_of(slow)));
+        for (int i = 0; i < half; i++) {
+            const double ramp = std::min(1.0, std::max(0.0, (i - low) / std::max(0.001, high - low)));
+            w.freqs[size_t(i)] *= (1 - ramp) + ramp / factor;
+        }
+        hp.rope_scale *= float(1 + 0.1 * exact_log(factor));
+    } else {
+        fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)", f.path.c_str(),
+             key("rope.scaling.type").c_str(), show(type).c_str());
+    }
+}
+
+static hparams load_hparams(const model_file &f, const arch &a, const string &prefix, const vocab &v) {
+    const auto need = [&](const char *name, int64_t hi) { return int(f.need_int(prefix + name, 1, hi)); };
+    const auto get = [&](const char *name, int fallback) { return int(f.get_int(prefix + name, fallback, 1, 65536)); };
+    hparams hp = {};
+    hp.n_layer = need("block_count", 4096);
+    hp.n_embd = need("embedding_length", 1 << 20);
+    hp.n_head = need("attention.head_count", 65536);
+    hp.n_ff = need("feed_forward_length", 1 << 24);
+    hp.n_ctx_train = need("context_length", 1 << 28);
+    hp.n_head_kv = get("attention.head_count_kv", hp.n_head);
+    if (hp.n_head % hp.n_head_kv)
+        f.bad((prefix + "attention.head_count_kv"), "%d does not divide head_count %d", hp.n_head_kv, hp.n_head);
+    if (!f.meta(prefix + "attention.key_length") && hp.n_embd % hp.n_head)
+        f.bad((prefix + "attention.head_count"), "%d does not divide embedding_length %d", hp.n_head, hp.n_embd);
+    hp.dim_k = get("attention.key_length", std::max(1, hp.n_embd / hp.n_head));
+    hp.dim_v = get("attention.value_length", hp.dim_k);
+    hp.n_rot = get("rope.dimension_count", hp.dim_k);
+    if (hp.n_rot > hp.dim_k || hp.n_rot % 2)
+        f.bad((prefix + "rope.dimension_count"), "%d: expected an even number up to the head size %d", hp.n_rot, hp.dim_k);
+    hp.eps = float(f.get_float(prefix + "attention.layer_norm_rms_epsilon", 1e-5));
+    if (!(hp.eps >= 0 && hp.eps < 1))
+        f.bad((prefix + "attention.layer_norm_rms_epsilon"), "%g is out of range 0 to 1", double(hp.eps));
+    if (f.get_int(prefix + "expert_count", 0, 0, INT_MAX) > 0)
+        fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet", f.path.c_str(), prefix.c_str());
+    if (f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
+        log_msg(ENGINE_LOG_WARN, "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
+                f.path.c_str(), prefix.c_str());
+    hp.n_vocab = v.n;
+    hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
+    hp.glu = a.glu;
+    hp.attn_scale = float(1 / std::sqrt(double(hp.dim_k)));
+    return hp;
+}
+
+// Finds tensors by name, checks their shape, and hands their bytes to the backend.
+struct binder {
+    const model_file &file;
+    backend *be;
+    const backend_ops &ops;
+    vector<buffer> &owned;
+    vector<string_view> used;
+
+    const tensor_info *find(const string &name, int64_t n_in, int64_t n_out, bool required) {
+        const tensor_info *t = file.find(name);
+        if (!t) {
+            if (required)
+                fail(ENGINE_EFORMAT, "%s: tensor %s is missing", file.path.c_str(), name.c_str());
+            return nullptr;
+        }
+        if (t->dims[0] != uint64_t(n_in) || t->dims[1] != uint64_t(n_out) || t->dims[2] != 1 || t->dims[3] != 1)
+            fail(ENGINE_EFORMAT, "%s: tensor %s has shape [%llu, %llu, %llu, %llu], expected [%lld, %lld]", file.path.c_str(),
+                 name.c_str(), (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
+                 (unsigned long long)t->dims[2], (unsigned long long)t->dims[3], (long long)n_in, (long long)n_out);
+        if (!find_format(t->type))
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s has type %d, which holds no weights", file.path.c_str(), name.c_str(), t->type);
+        used.push_back(t->name);
+        return t;
+    }
+    mem upload(const string &name, const uint8_t *data, uint64_t bytes) {
+        mem m = ops.weights(be, data, bytes);
+        if (!m.handle)
+            fail(ENGINE_ENOMEM, "%s: tensor %s: no memory for %llu bytes", file.path.c_str(), name.c_str(),
+                 (unsigned long long)bytes);
+        return m;
+    }
+    // [n_out, n_in]; a null handle when it is absent and not required.
+    mat matrix(const string &name, int64_t n_in, int64_t n_out, bool required = true) {
+        mat m = {};
+        if (const tensor_info *t = find(name, n_in, n_out, required)) {
+            m.data = upload(name, t->data, t->bytes);
+            m.type = t->type;
+            m.n_in = int(n_in), m.n_out = int(n_out), m.n_mat = 1;
+            m.mat_bytes = t->bytes;
+            m.row_bytes = t->bytes / uint64_t(n_out);
+        }
+        return m;
+    }
+    // [n] as f32, widened into memory of our own where the file has another format.
+    mem vector_f32(const string &name, int64_t n, bool required = true) {
+        const tensor_info *t = find(name, n, 1, required);
+        if (!t)
+            return {};
+        if (t->type == TYPE_F32 && reinterpret_cast<uintptr_t>(t->data) % alignof(float) == 0)
+            return upload(name, t->data, t->bytes);
+        owned.emplace_back(size_t(n) * 4, "a widened vector");
+        decode_row(t->type, t->data, reinterpret_cast<float *>(owned.back().data), n);
+        return upload(name, owned.back().data, size_t(n) * 4);
+    }
+};
+
+static layer load_layer(binder &b, const hparams &hp, unsigned flags, int i) {
+    const auto name = [&](const char *stem) { return strf("blk.%d.%s", i, stem); };
+    const int64_t nq = int64_t(hp.n_head) * hp.dim_k, nk = int64_t(hp.n_head_kv) * hp.dim_k;
+    const int64_t nv = int64_t(hp.n_head_kv) * hp.dim_v, no = int64_t(hp.n_head) * hp.dim_v;
+    layer l = {};
+    l.attn_norm = b.vector_f32(name("attn_norm.weight"), hp.n_embd);
+    l.wq = b.matrix(name("attn_q.weight"), hp.n_embd, nq);
+    l.wk = b.matrix(name("attn_k.weight"), hp.n_embd, nk);
+    l.wv = b.matrix(name("attn_v.weight"), hp.n_embd, nv);
+    l.wo = b.matrix(name("attn_output.weight"), no, hp.n_embd);
+    const bool need_bias = flags & QKV_BIAS;
+    l.bq = b.vector_f32(name("attn_q.bias"), nq, need_bias);
+    l.bk = b.vector_f32(name("attn_k.bias"), nk, need_bias);
+    l.bv = b.vector_f32(name("attn_v.bias"), nv, need_bias);
+    l.bo = b.vector_f32(name("attn_output.bias"), hp.n_embd, false);
+    if (flags & QK_NORM) {
+        l.q_norm = b.vector_f32(name("attn_q_norm.weight"), hp.dim_k);
+        l.k_norm = b.vector_f32(name("attn_k_norm.weight"), hp.dim_k);
+    }
+    l.ffn_norm = b.vector_f32(name("ffn_norm.weight"), hp.n_embd);
+    l.gate = b.matrix(name("ffn_gate.weight"), hp.n_embd, hp.n_ff);
+    l.up = b.matrix(name("ffn_up.weight"), hp.n_embd, hp.n_ff);
+    l.down = b.matrix(name("ffn_down.weight"), hp.n_ff, hp.n_embd);
+    l.b_gate = b.vector_f32(name("ffn_gate.bias"), hp.n_ff, false);
+    l.b_up = b.vector_f32(name("ffn_up.bias"), hp.n_ff, false);
+    l.b_down = b.vector_f32(name("ffn_down.bias"), hp.n_embd, false);
+    return l;
+}
+
+static weights load_weights(const model_file &f, const vocab &v, backend *be, const backend_ops &ops) {
+    const string name(f.need_string("general.architecture"));
+    const arch *a = nullptr;
+    string known;
+    for (const arch &row : arch_table) {
+        known += string(known.empty() ? "" : ", ") + row.name;
+        if (name == row.name)
+            a = &row;
+    }
+    if (!a)
+        fail(ENGINE_EUNSUPPORTED, "%s: general.architecture: \"%s\" is not supported (%s are)", f.path.c_str(),
+             show(name).c_str(), known.c_str());
+    const string prefix = name + ".";
+    weights w;
+    w.hp = load_hparams(f, *a, prefix, v);
+    const hparams &hp = w.hp;
+    load_rotary(f, prefix, w);
+
+    binder b{f, be, ops, w.owned, {}};
+    w.embed = b.matrix("token_embd.weight", hp.n_embd, hp.n_vocab);
+    w.out_norm = b.vector_f32("output_norm.weight", hp.n_embd);
+    w.out = b.matrix("output.weight", hp.n_embd, hp.n_vocab, false);
+    if (!w.out.data.handle)
+        w.out = w.embed;
+    for (int i = 0; i < hp.n_layer; i++)
+        w.layers.push_back(load_layer(b, hp, a->flags, i));
+
+    // A tensor that was not bound would be left out of the computation: an error, unless it is known to be harmless.
+    std::sort(b.used.begin(), b.used.end());
+    for (const tensor_info &t : f.tensors) {
+        if (std::binary_search(b.used.begin(), b.used.end(), t.name)) {
+            if (t.name != "token_embd.weight" || w.out.data.handle == w.embed.data.handle)
+                w.decode_bytes += int64_t(t.bytes);
+        } else if (t.name.substr(0, 4) == "blk.") {
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here", f.path.c_str(),
+                 show(t.name).c_str(), a->name);
+        } else if (t.name != "rope_freqs.weight") {
+            log_msg(ENGINE_LOG_WARN, "%s: tensor %s is not used", f.path.c_str(), show(t.name).c_str());
+        }
+    }
+    return w;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 7. CPU
+//
+// The backend that every machine has, and the reference for the others. For each operation the plain C++
+// version comes first and defines the result; the AVX2 and AVX-512 versions of the hot ones equal it bit
+// for bit, because every order of addition is fixed (see the table in chapter QUANTS and the comment at
+// each operation). Knows nothing of models. Invariant: a result never depends on the number of threads,
+// on the instruction set, or on which other rows are in the call.
+// ---------------------------------------------------------------------------------------------------
+
+enum cpu_level { CPU_PLAIN, CPU_AVX2, CPU_AVX512 }; // CPU_AVX512 means F, BW, VL, DQ and VNNI
+
+// What this processor can do, or less when ENGINE_CPU (plain, avx2, avx512) says so.
+static cpu_level cpu_detect() {
+    cpu_level best = CPU_PLAIN;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) // every one of these also has F16C
+        best = CPU_AVX2;
+    if (best == CPU_AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))
+        best = CPU_AVX512;
+#endif
+    const char *limit = getenv("ENGINE_CPU");
+    if (!limit || !*limit)
+        return best;
+    static const char *const names[] = {"plain", "avx2", "avx512"};
+    for (int i = 0; i <= CPU_AVX512; i++)
+        if (!strcmp(limit, names[i]))
+            return std::min(best, cpu_level(i));
+    fail(ENGINE_EINVAL, "ENGINE_CPU=%s: expected plain, avx2 or avx512", show(limit).c_str());
+}
+
+} // namespace
+
+// The CPU backend's state. One operation at a time runs on it; `scratch` is the operations' own.
+struct backend {
+    thread_pool pool;
+    cpu_level level;
+    buffer scratch;
+    const char *error = nullptr;
+
+    explicit backend(int n_threads) : pool(n_threads), level(cpu_detect()) {}
+};
+
+namespace {
+
+template <class T> static T *at(mem m) { return reinterpret_cast<T *>(static_cast<uint8_t *>(m.handle) + m.offset); }
+
+// At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null, with
+// the error latched, when memory ends.
+static uint8_t *cpu_scratch(backend *be, uint64_t bytes) {
+    if (be->scratch.size < bytes) {
+        try {
+            be->scratch = buffer();
+            be->scratch = buffer(bytes, "scratch memory");
+        } catch (const Error &) {
+            be->error = "out of memory for the operations' scratch space";
+            return nullptr;
+        }
+    }
+    return be->scratch.data;
+}
+
+// Matrix products.
+//
+// y = W x. The activations are quantized once per row into the scratch space (chapter QUANTS has the rules), then
+// the weight rows are dealt out to the threads. The _vec kernels read one weight row after the other, straight into the
+// dot products with one or a few rows of x. The _mm kernels, for AVX-512 and many rows of x, unpack some weight rows
+// into a panel, in which the same value of all of them stands side by side, and the panel meets every row of x.
+// Both add in the order of the reference, plain_vec, and equal it bit for bit.
+
+// --- activations
+
+// How the integers of a row of activations lie in memory.
+enum act_form {
+    ACT_PLAIN, // int8, as they come
+    ACT_PAIRS, // int8, per 8 blocks of 32: for i < 4 the first halves of blocks i and i + 4, then their second halves
+    ACT_WALK   // bytes q + 128, blocks in the order of the partial sums: 0, 8, 16 ... 1, 9, 17 ...
+};
+
+// One row: the integers, a float dx per block, and sums of the integers. ACT_Q8_32 keeps an int32 per block;
+// ACT_Q8_256 keeps sixteen int16 per block, one per 16 values: those of the even ones, then those of the odd ones.
+// dx and sums stand in the same order of blocks as the integers.
+struct act_layout {
+    int form, block;
+    int64_t n, n_block; // values, blocks
+    int64_t d_at, s_at; // bytes from the row's start to dx and to the sums
+    int64_t stride;     // bytes from row to row
+};
+
+template <class T> static inline T load_as(const void *p) {
+    T v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Kernels read dx and sums of 8 blocks at a time, so there is room for them.
+static act_layout act_plan(int act, int form, int64_t n) {
+    act_layout a;
+    a.form = form;
+    a.block = act == ACT_Q8_32 ? 32 : 256;
+    a.n = n;
+    a.n_block = n / a.block;
+    a.d_at = round_up(n, 256);
+    a.s_at = a.d_at + round_up(a.n_block, 8) * int64_t(sizeof(float));
+    a.stride = round_up(a.s_at + round_up(a.n_block, 8) * (act == ACT_Q8_32 ? 4 : 32), 64);
+    return a;
+}
+
+// Position of block b among n when the blocks of each partial sum stand together.
+static inline int64_t walk_index(int64_t b, int64_t n) { return b % 8 * (n / 8) + std::min(b % 8, n % 8) + b / 8; }
+
+static inline int64_t act_index(const act_layout &a, int64_t b) {
+    return a.form == ACT_WALK ? walk_index(b, a.n_block) : b;
+}
+
+// dx, and the factor that makes integers of a block's values: 0 when they all become 0. amax: the largest absolute
+// value as bits, so that infinity and NaN are larger than any number.
+static inline float act_scale(uint32_t amax, float *factor) {
+    float f = q_float(amax);
+    *factor = 0;
+    if (amax >= 0x7f800000)
+        return q_float(0x7fc00000);
+    if (f < 0x1p-100f)
+        return 0;
+    *factor = 127 / f;
+    return f / 127;
+}
+
+static void plain_quantize(const float *x, const act_layout &a, uint8_t *out) {
+    int8_t *q = reinterpret_cast<int8_t *>(out);
+    float *d = reinterpret_cast<float *>(out + a.d_at);
+    for (int64_t b = 0; b < a.n_block; b++, x += a.block, q += a.block) {
+        uint32_t amax = 0;
+        for (int i = 0; i < a.block; i++)
+            amax = std::max(amax, float_bits(x[i]) & 0x7fffffff);
+        float factor;
+        d[b] = act_scale(amax, &factor);
+        for (int i = 0; i < a.block; i++) // adding 1.5 * 2^23 rounds to an integer, to nearest even
+            q[i] = factor == 0 ? int8_t(0) : int8_t(x[i] * factor + 12582912.0f - 12582912.0f);
+        if (a.block == 32) {
+            int32_t sum = 0;
+            for (int i = 0; i < 32; i++)
+                sum += q[i];
+            memcpy(out + a.s_at + b * 4, &sum, 4);
+        } else {
+            for (int s = 0; s < 16; s++) {
+                int16_t sum = 0;
+                for (int i = s * 16; i < s * 16 + 16; i++)
+                    sum = int16_t(sum + q[i]);
+                memcpy(out + a.s_at + b * 32 + (s % 2 * 8 + s / 2) * 2, &sum, 2);
+            }
+        }
+    }
+}
+
+// --- the reference
+
+static float tree8(const float *p) { return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7])); }
+
+static float tree16(const float *p) {
+    float r[8];
+    for (int i = 0; i < 8; i++)
+        r[i] = p[i] + p[i + 8];
+    return tree8(r);
+}
+
+enum { VEC_ROWS = 64, VEC_X = 4 }; // weight rows and rows of x that a _vec kernel takes at most
+enum { PANEL = 32, MM_X = 6 };     // weight rows of a panel, rows of x that meet it at a time
+
+// Weight rows, row_bytes apart, and rows of activations.
+struct vec_rows {
+    const uint8_t *w;
+    int64_t row_bytes;
+    int n_w, n_x;
+    const uint8_t *x;
+    const act_layout &a;
+};
+
+// The product of a weight row and a row of activations: the bits that all other kernels reproduce.
+template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS>
+static float plain_dot(const uint8_t *w, const uint8_t *x, const act_layout &a) {
+    float p[16] = {};
+    for (int64_t k = 0; BLOCK == 1 && k < a.n; k++)
+        p[k % 16] = std::fma(q_value(TYPE, w + k * BYTES, 0), load_as<float>(x + k * 4), p[k % 16]);
+    if (BLOCK == 1)
+        return tree16(p);
+    for (int64_t b = 0; b < a.n_block; b++, w += BYTES) {
+        const int8_t *q = reinterpret_cast<const int8_t *>(x) + b * BLOCK;
+        int32_t dot = 0, min = 0;
+        for (int s = 0; s < BLOCK / SUB; s++) {
+            int32_t sub = 0, sum = 0;
+            for (int i = s * SUB; i < (s + 1) * SUB; i++)
+                sub += q_quant(TYPE, w, i) * q[i], sum += q[i];
+            dot += q_sub_scale(TYPE, w, s) * sub;
+            min += BLOCK == 32 ? sum : q_sub_min(TYPE, w, s) * sum;
+        }
+        const float dx = load_as<float>(x + a.d_at + b * 4), m = q_dmin(TYPE, w) * dx;
+        p[b % 8] = std::fma(q_d(TYPE, w) * dx, float(dot), p[b % 8]);
+        if (MINS)
+            p[b % 8] = std::fma(BLOCK == 32 ? m : -m, float(min), p[b % 8]);
+    }
+    return tree8(p);
+}
+
+// out[n_x][VEC_ROWS], as for all _vec kernels.
+template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS> static void plain_vec(const vec_rows &v, float *out) {
+    for (int c = 0; c < v.n_x; c++)
+        for (int r = 0; r < v.n_w; r++)
+            out[c * VEC_ROWS + r] =
+                plain_dot<TYPE, BLOCK, BYTES, SUB, MINS>(v.w + r * v.row_bytes, v.x + c * v.a.stride, v.a);
+}
+
+#if defined(__x86_64__)
+
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) static inline
+#define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512_INLINE                                                                                                 \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"), always_inline)) static inline
+
+AVX2_INLINE __m128i load16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
+AVX2_INLINE __m256i load32(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+AVX512_INLINE __m512i load64(const void *p) { return _mm512_loadu_si512(p); }
+AVX2_INLINE void store32(void *p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i *>(p), v); }
+AVX2_INLINE __m256i join(__m128i low, __m128i high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+// --- activations, AVX2 (which serves AVX-512 as well: this is a small part of the work)
+
+AVX2_INLINE __m256i max_abs32(const float *x, __m256i m) {
+    for (int i = 0; i < 32; i += 8)
+        m = _mm256_max_epi32(m, _mm256_and_si256(load32(x + i), _mm256_set1_epi32(0x7fffffff)));
+    return m;
+}
+
+AVX2_INLINE __m256i round32(const float *x, float factor) {
+    if (factor == 0)
+        return _mm256_setzero_si256();
+    __m256i v[4];
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i * 8), _mm256_set1_ps(factor)));
+    __m256i q = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    return _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+AVX2 static void avx2_quantize(const float *x, const act_layout &a, uint8_t *out) {
+    const __m256i flip = _mm256_set1_epi8(-128);
+    float *d = reinterpret_cast<float *>(out + a.d_at);
+    for (int64_t b = 0; b < a.n_block; b++, x += a.block) {
+        __m256i m = _mm256_setzero_si256();
+        for (int i = 0; i < a.block; i += 32)
+            m = max_abs32(x + i, m);
+        __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+        h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+        h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1));
+        int64_t at = act_index(a, b);
+        float factor;
+        d[at] = act_scale(uint32_t(_mm_cvtsi128_si32(h)), &factor);
+        for (int i = 0; i < a.block; i += 32) {
+            __m256i q = round32(x + i, factor);
+            uint8_t *to = out + at * a.block + i;
+            if (a.form == ACT_PLAIN)
+                store32(to, q);
+            if (a.form == ACT_WALK)
+                store32(to, _mm256_xor_si256(q, flip));
+            if (a.form == ACT_PAIRS) {
+                to = out + b / 8 * 256 + b % 4 * 64 + b % 8 / 4 * 16;
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm256_castsi256_si128(q));
+                _mm_storeu_si128(reinterpret_cast<__m128i *>(to + 32), _mm256_extracti128_si256(q, 1));
+            }
+            alignas(32) int64_t sum[4]; // of 8 values each, 128 added to each of them
+            store32(sum, _mm256_sad_epu8(_mm256_xor_si256(q, flip), _mm256_setzero_si256()));
+            if (a.block == 32) {
+                int32_t all = int32_t(sum[0] + sum[1] + sum[2] + sum[3] - 32 * 128);
+                memcpy(out + a.s_at + at * 4, &all, 4);
+            } else {
+                int16_t even = int16_t(sum[0] + sum[1] - 16 * 128), odd = int16_t(sum[2] + sum[3] - 16 * 128);
+                memcpy(out + a.s_at + at * 32 + i / 16, &even, 2);
+                memcpy(out + a.s_at + at * 32 + i / 16 + 16, &odd, 2);
+            }
+        }
+    }
+}
+
+// --- the formats, unpacked with AVX2
+//
+// A struct per format. BYTES of a block, D and M: where d and m (dmin) stand in it, M = -1 for none. The unpacked
+// integers are quants + OFF and at most MAX; a MAX of 128 says that they are signed. Formats with blocks of 32 have
+//     halves(a, b)          the first 16 integers of block a and of block b, the other 16 of both
+// and those with blocks of 256
+//     quants(b, i)          32 integers, i = 0..7
+//     scales(b), mins(b)    sixteen int16, one per 16 values, the even ones first, as the sums of the activations
+// N_SUB: how many scaled sums the AVX-512 panel makes of a block; 1 where the scales fit into the panel's int8.
+
+AVX2_INLINE __m256i low_nibbles(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+AVX2_INLINE __m256i high_nibbles(__m256i v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+
+struct two {
+    __m256i lo, hi;
+};
+
+AVX2_INLINE two nibbles2(const uint8_t *a, const uint8_t *b) {
+    __m256i v = join(load16(a), load16(b));
+    return {low_nibbles(v), high_nibbles(v)};
+}
+
+// 16 where the bit is set: bits 0-15 of the two words for lo, 16-31 for hi.
+AVX2_INLINE two fifth_bits2(const uint8_t *a, const uint8_t *b) {
+    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201)), value = _mm256_set1_epi8(16);
+    const __m256i byte = _mm256_unpacklo_epi64(_mm256_setzero_si256(), _mm256_set1_epi8(1));
+    __m256i v = join(_mm_set1_epi32(load_as<int32_t>(a)), _mm_set1_epi32(load_as<int32_t>(b)));
+    __m256i lo = _mm256_and_si256(_mm256_shuffle_epi8(v, byte), bit);
+    __m256i hi = _mm256_and_si256(_mm256_shuffle_epi8(v, _mm256_add_epi8(byte, _mm256_set1_epi8(2))), bit);
+    return {_mm256_and_si256(_mm256_cmpeq_epi8(lo, bit), value), _mm256_and_si256(_mm256_cmpeq_epi8(hi, bit), value)};
+}
+
+// Entries of a table of sixteen, each with `off` added.
+AVX2_INLINE __m256i look_up(const signed char *table, int off, __m256i index) {
+    __m256i t = _mm256_add_epi8(_mm256_broadcastsi128_si256(load16(table)), _mm256_set1_epi8(char(off)));
+    return _mm256_shuffle_epi8(t, index);
+}
+
+// Sixteen bytes as int16, even ones first.
+AVX2_INLINE __m256i split_bytes(__m128i v) { return join(_mm_srai_epi16(_mm_slli_epi16(v, 8), 8), _mm_srai_epi16(v, 8)); }
+
+// Eight scales of 32 values each, in the arrangement of sixteen.
+AVX2_INLINE __m256i twice(__m128i v) { return _mm256_broadcastsi128_si256(v); }
+
+// The float scales of eight blocks from their 16 bits.
+struct half_scales {
+    static uint16_t bits(const uint8_t *p) { return load_as<uint16_t>(p); }
+    AVX2_INLINE __m256 widen(__m128i h) { return _mm256_cvtph_ps(h); }
+};
+
+template <int TYPE> struct fmt;
+
+template <> struct fmt<TYPE_Q4_0> : half_scales {
+    enum { BLOCK = 32, BYTES = 18, D = 0, M = -1, OFF = 8, MAX = 15, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) { return nibbles2(a + 2, b + 2); }
+};
+
+template <> struct fmt<TYPE_Q4_1> : half_scales {
+    enum { BLOCK = 32, BYTES = 20, D = 0, M = 2, OFF = 0, MAX = 15, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) { return nibbles2(a + 4, b + 4); }
+};
+
+template <> struct fmt<TYPE_Q5_0> : half_scales {
+    enum { BLOCK = 32, BYTES = 22, D = 0, M = -1, OFF = 16, MAX = 31, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) {
+        two v = nibbles2(a + 6, b + 6), f = fifth_bits2(a + 2, b + 2);
+        return {_mm256_or_si256(v.lo, f.lo), _mm256_or_si256(v.hi, f.hi)};
+    }
+};
+
+template <> struct fmt<TYPE_Q5_1> : half_scales {
+    enum { BLOCK = 32, BYTES = 24, D = 0, M = 2, OFF = 0, MAX = 31, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) { return fmt<TYPE_Q5_0>::halves(a + 2, b + 2); }
+};
+
+template <> struct fmt<TYPE_Q8_0> : half_scales {
+    enum { BLOCK = 32, BYTES = 34, D = 0, M = -1, OFF = 0, MAX = 128, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) {
+        return {join(load16(a + 2), load16(b + 2)), join(load16(a + 18), load16(b + 18))};
+    }
+};
+
+template <> struct fmt<TYPE_IQ4_NL> : half_scales {
+    enum { BLOCK = 32, BYTES = 18, D = 0, M = -1, OFF = 0, MAX = 128, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) {
+        two v = nibbles2(a + 2, b + 2);
+        return {look_up(q_iq4_table, 0, v.lo), look_up(q_iq4_table, 0, v.hi)};
+    }
+};
+
+template <> struct fmt<TYPE_MXFP4> {
+    enum { BLOCK = 32, BYTES = 17, D = 0, M = -1, OFF = 12, MAX = 24, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE two halves(const uint8_t *a, const uint8_t *b) {
+        two v = nibbles2(a + 1, b + 1);
+        return {look_up(q_mxfp4_table, OFF, v.lo), look_up(q_mxfp4_table, OFF, v.hi)};
+    }
+    static uint16_t bits(const uint8_t *p) { return *p; }
+    AVX2_INLINE __m256 widen(__m128i h) { // q_e8m0_halved
+        __m256i e = _mm256_cvtepu16_epi32(h), small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
+        __m256i f = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+        f = _mm256_blendv_epi8(f, _mm256_sllv_epi32(_mm256_set1_epi32(0x200000), e), small);
+        __m256i nan = _mm256_cmpeq_epi32(e, _mm256_set1_epi32(255));
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(f, _mm256_set1_epi32(0x7fc00000), nan));
+    }
+};
+
+// Bits `shift` and up of each byte, cut to those of `mask`.
+AVX2_INLINE __m256i bits32(const uint8_t *p, int shift, int mask) {
+    return _mm256_and_si256(_mm256_srl_epi16(load32(p), _mm_cvtsi32_si128(shift)), _mm256_set1_epi8(char(mask)));
+}
+
+template <> struct fmt<TYPE_Q2_K> : half_scales {
+    enum { BLOCK = 256, BYTES = 84, D = 80, M = 82, OFF = 0, MAX = 3, N_SUB = 1, NEG = 0 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) { return bits32(b + 16 + i / 4 * 32, i % 4 * 2, 3); }
+    AVX2_INLINE __m256i scales(const uint8_t *b) { return split_bytes(_mm_and_si128(load16(b), _mm_set1_epi8(15))); }
+    AVX2_INLINE __m256i mins(const uint8_t *b) {
+        return split_bytes(_mm_and_si128(_mm_srli_epi16(load16(b), 4), _mm_set1_epi8(15)));
+    }
+};
+
+template <> struct fmt<TYPE_Q3_K> : half_scales {
+    enum { BLOCK = 256, BYTES = 110, D = 108, M = -1, OFF = 4, MAX = 7, N_SUB = 1, NEG = 1 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) {
+        __m256i high = _mm256_slli_epi16(bits32(b, i, 1), 2);
+        return _mm256_or_si256(bits32(b + 32 + i / 4 * 32, i % 4 * 2, 3), high);
+    }
+    AVX2_INLINE __m256i scales(const uint8_t *b) {
+        int64_t low = load_as<int64_t>(b + 96);
+        int32_t high = load_as<int32_t>(b + 104);
+        __m128i l = _mm_and_si128(_mm_set_epi64x(low >> 4, low), _mm_set1_epi8(15));
+        __m128i h = _mm_and_si128(_mm_setr_epi32(high, high >> 2, high >> 4, high >> 6), _mm_set1_epi8(3));
+        return split_bytes(_mm_sub_epi8(_mm_or_si128(l, _mm_slli_epi16(h, 4)), _mm_set1_epi8(32)));
+    }
+};
+
+template <> struct fmt<TYPE_Q4_K> : half_scales {
+    enum { BLOCK = 256, BYTES = 144, D = 0, M = 2, OFF = 0, MAX = 15, N_SUB = 8, NEG = 0 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) { return bits32(b + 16 + i / 2 * 32, i % 2 * 4, 15); }
+    AVX2_INLINE __m256i scales(const uint8_t *b) { return six_bits(b + 4, b + 12, 0); }
+    AVX2_INLINE __m256i mins(const uint8_t *b) { return six_bits(b + 8, b + 12, 4); }
+    AVX2_INLINE __m256i six_bits(const uint8_t *p, const uint8_t *rest, int shift) {
+        uint32_t v = load_as<uint32_t>(p), r = load_as<uint32_t>(rest) >> shift;
+        uint64_t low = v & 0x3f3f3f3f, high = (r & 0x0f0f0f0f) | (v >> 2 & 0x30303030);
+        return twice(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(int64_t(low | high << 32))));
+    }
+};
+
+template <> struct fmt<TYPE_Q5_K> : half_scales {
+    enum { BLOCK = 256, BYTES = 176, D = 0, M = 2, OFF = 0, MAX = 31, N_SUB = 8, NEG = 0 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) {
+        return _mm256_or_si256(fmt<TYPE_Q4_K>::quants(b + 32, i), _mm256_slli_epi16(bits32(b + 16, i, 1), 4));
+    }
+    AVX2_INLINE __m256i scales(const uint8_t *b) { return fmt<TYPE_Q4_K>::scales(b); }
+    AVX2_INLINE __m256i mins(const uint8_t *b) { return fmt<TYPE_Q4_K>::mins(b); }
+};
+
+template <> struct fmt<TYPE_Q6_K> : half_scales {
+    enum { BLOCK = 256, BYTES = 210, D = 208, M = -1, OFF = 32, MAX = 63, N_SUB = 16, NEG = 0 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) {
+        __m256i low = bits32(b + i / 4 * 64 + i % 2 * 32, i % 4 / 2 * 4, 15);
+        return _mm256_or_si256(low, _mm256_slli_epi16(bits32(b + 128 + i / 4 * 32, i % 4 * 2, 3), 4));
+    }
+    AVX2_INLINE __m256i scales(const uint8_t *b) { return split_bytes(load16(b + 192)); }
+};
+
+template <> struct fmt<TYPE_IQ4_XS> : half_scales {
+    enum { BLOCK = 256, BYTES = 136, D = 0, M = -1, OFF = 0, MAX = 128, N_SUB = 8, NEG = 0 };
+    AVX2_INLINE __m256i quants(const uint8_t *b, int i) {
+        __m128i v = load16(b + 8 + i * 16);
+        return look_up(q_iq4_table, 0, low_nibbles(join(v, _mm_srli_epi16(v, 4))));
+    }
+    AVX2_INLINE __m256i scales(const uint8_t *b) {
+        const __m256i at = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32(load_as<int32_t>(b + 4)), _mm256_slli_epi32(at, 2));
+        __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(load_as<uint16_t>(b + 2)), _mm256_slli_epi32(at, 1));
+        low = _mm256_and_si256(low, _mm256_set1_epi32(15)), high = _mm256_and_si256(high, _mm256_set1_epi32(3));
+        __m256i s = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
+        return twice(_mm_packs_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
+    }
+};
+
+// What to multiply 32 quants with, as sixteen int16: the first eight are the scale of the first 16 values.
+AVX2_INLINE __m256i chunk_scale(__m256i scales, int i) {
+    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16(int16_t(i * 0x202 + 0x100)));
+}
+
+// --- _vec: one weight row at a time, NX rows of x
+
+enum { PREFETCH_BYTES = 4096 }; // how far ahead of the dot product the weights are fetched
+
+AVX2_INLINE void prefetch(const uint8_t *p, int bytes) {
+    for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch(reinterpret_cast<const char *>(p + PREFETCH_BYTES + i), _MM_HINT_T0);
+}
+
+// Sixteen sums of two neighbouring products; |integers| <= 128 and |x| <= 127, so a sum fits in an int16.
+template <class F> AVX2_INLINE __m256i multiply_pairs(__m256i w, __m256i x) {
+    return F::MAX == 128 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
+}
+
+AVX2_INLINE float tree8(__m256 p) {
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(p), _mm256_extractf128_ps(p, 1)); // 0+4 1+5 2+6 3+7
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+AVX2_INLINE __m256 first_lanes(int n) { // all bits set in the first n lanes
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+}
+
+// The float scales of eight blocks; at(k): where block k has its own.
+template <class F, class AT> AVX2_INLINE __m256 scales8(AT at) {
+    auto h = [&](int k) { return short(F::bits(at(k))); };
+    return F::widen(_mm_setr_epi16(h(0), h(1), h(2), h(3), h(4), h(5), h(6), h(7)));
+}
+
+// What eight blocks of a weight row make with NX rows of x, block k in lane k.
+template <int NX> struct block_sums {
+    __m256 d, m;
+    __m256i dot[NX], min[NX];
+};
+
+// The sums of eight blocks of 32, one per lane; u: their integers, by halves of two blocks.
+template <class F> AVX2_INLINE __m256i dot_blocks8(const two *u, const uint8_t *q) {
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i v[4];
+    for (int i = 0; i < 4; i++) {
+        __m256i lo = multiply_pairs<F>(u[i].lo, load32(q + i * 64));
+        __m256i hi = multiply_pairs<F>(u[i].hi, load32(q + i * 64 + 32));
+        if (F::MAX == 128)
+            v[i] = _mm256_add_epi32(_mm256_madd_epi16(lo, one), _mm256_madd_epi16(hi, one));
+        else
+            v[i] = _mm256_add_epi16(lo, hi);
+    }
+    if (F::MAX > 31)
+        return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+    v[0] = _mm256_hadd_epi16(v[0], v[1]), v[2] = _mm256_hadd_epi16(v[2], v[3]); // 8 products fit in an int16
+    if (F::MAX > 15)
+        return _mm256_hadd_epi32(_mm256_madd_epi16(v[0], one), _mm256_madd_epi16(v[2], one));
+    return _mm256_madd_epi16(_mm256_hadd_epi16(v[0], v[2]), one); // and so do 16
+}
+
+// Blocks b to b + n - 1 of 32 values, n <= 8.
+template <class F, int NX>
+AVX2_INLINE void add_blocks32(const uint8_t *w, int64_t b, int n, const uint8_t *x, const act_layout &a, block_sums<NX> &to) {
+    uint8_t last[8 * F::BYTES];
+    prefetch(w, 8 * F::BYTES);
+    if (n < 8) { // a copy, since nothing may be read behind the row
+        memset(last, 0, sizeof last);
+        w = static_cast<uint8_t *>(memcpy(last, w, size_t(n) * F::BYTES));
+    }
+    two u[4];
+    for (int i = 0; i < 4; i++)
+        u[i] = F::halves(w + i * F::BYTES, w + (i + 4) * F::BYTES);
+    to.d = scales8<F>([=](int k) { return w + k * F::BYTES + F::D; });
+    if (F::M >= 0)
+        to.m = scales8<F>([=](int k) { return w + k * F::BYTES + F::M; });
+    for (int c = 0; c < NX; c++, x += a.stride) {
+        to.min[c] = load32(x + a.s_at + b * 4);
+        to.dot[c] = dot_blocks8<F>(u, x + b * 32);
+        if (F::OFF != 0)
+            to.dot[c] = _mm256_sub_epi32(to.dot[c], _mm256_mullo_epi32(to.min[c], _mm256_set1_epi32(F::OFF)));
+    }
+}
+
+// Lane k of the result: the sum of the lanes of v[k].
+AVX2_INLINE __m256i sum_lanes8(const __m256i *v) {
+    __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+    __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+// Likewise, of 256 values.
+template <class F, int NX>
+AVX2_INLINE void add_blocks256(const uint8_t *w, int64_t b, int n, const uint8_t *x, const act_layout &a, block_sums<NX> &to) {
+    __m256i dot[NX][8], min[NX][8];
+    uint16_t d[8], m[8];
+    for (int k = n; k < 8; k++) {
+        for (int c = 0; c < NX; c++)
+            dot[c][k] = min[c][k] = _mm256_setzero_si256();
+        d[k] = m[k] = 0;
+    }
+    for (int k = 0; k < n; k++, w += F::BYTES) {
+        const uint8_t *q = x + (b + k) * 256, *sums = x + a.s_at + (b + k) * 32;
+        prefetch(w, F::BYTES);
+        const __m256i scale = F::scales(w);
+        __m256i t[NX];
+        for (int c = 0; c < NX; c++)
+            t[c] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const __m256i u = F::quants(w, i), s = chunk_scale(scale, i);
+            for (int c = 0; c < NX; c++) {
+                __m256i v = multiply_pairs<F>(u, load32(q + c * a.stride + i * 32));
+                t[c] = _mm256_add_epi32(t[c], _mm256_madd_epi16(v, s));
+            }
+        }
+        for (int c = 0; c < NX; c++) {
+            const __m256i sum = load32(sums + c * a.stride);
+            __m256i off = _mm256_mullo_epi32(_mm256_madd_epi16(scale, sum), _mm256_set1_epi32(F::OFF));
+            dot[c][k] = F::OFF != 0 ? _mm256_sub_epi32(t[c], off) : t[c];
+            if constexpr (F::M >= 0)
+                min[c][k] = _mm256_madd_epi16(F::mins(w), sum);
+        }
+        d[k] = F::bits(w + F::D);
+        if (F::M >= 0)
+            m[k] = F::bits(w + F::M);
+    }
+    to.d = F::widen(load16(d));
+    if (F::M >= 0)
+        to.m = F::widen(load16(m));
+    for (int c = 0; c < NX; c++) {
+        to.dot[c] = sum_lanes8(dot[c]);
+        if (F::M >= 0)
+            to.min[c] = sum_lanes8(min[c]);
+    }
+}
+
+template <class F, int NX> AVX2_INLINE void avx2_vec_rows(const vec_rows &rows, const uint8_t *x, float *out) {
+    const act_layout &a = rows.a;
+    for (int r = 0; r < rows.n_w; r++) {
+        const uint8_t *w = rows.w + r * rows.row_bytes;
+        __m256 p[NX];
+        for (int c = 0; c < NX; c++)
+            p[c] = _mm256_setzero_ps();
+        for (int64_t b = 0; b < a.n_block; b += 8, w += 8 * F::BYTES) {
+            const int n = int(std::min<int64_t>(a.n_block - b, 8));
+            block_sums<NX> s;
+            if constexpr (F::BLOCK == 32)
+                add_blocks32<F>(w, b, n, x, a, s);
+            else
+                add_blocks256<F>(w, b, n, x, a, s);
+            for (int c = 0; c < NX; c++) {
+                __m256 dx = _mm256_castsi256_ps(load32(x + c * a.stride + a.d_at + b * 4));
+                __m256 v = _mm256_fmadd_ps(_mm256_mul_ps(s.d, dx), _mm256_cvtepi32_ps(s.dot[c]), p[c]);
+                if (F::M >= 0 && F::BLOCK == 32)
+                    v = _mm256_fmadd_ps(_mm256_mul_ps(s.m, dx), _mm256_cvtepi32_ps(s.min[c]), v);
+                if (F::M >= 0 && F::BLOCK == 256)
+                    v = _mm256_fnmadd_ps(_mm256_mul_ps(s.m, dx), _mm256_cvtepi32_ps(s.min[c]), v);
+                p[c] = n == 8 ? v : _mm256_blendv_ps(p[c], v, first_lanes(n)); // a lane without a block keeps its sum
+            }
+        }
+        for (int c = 0; c < NX; c++)
+            out[c * VEC_ROWS + r] = tree8(p[c]);
+    }
+}
+
+template <class F> AVX2 static void avx2_vec(const vec_rows &v, float *out) {
+    if (v.n_x == VEC_X)
+        return avx2_vec_rows<F, VEC_X>(v, v.x, out);
+    for (int c = 0; c < v.n_x; c++)
+        avx2_vec_rows<F, 1>(v, v.x + c * v.a.stride, out + c * VEC_ROWS);
+}
+
+// --- _vec, floats: sixteen partial sums are two registers
+
+template <int TYPE> AVX2_INLINE __m256 load_floats8(const uint8_t *p) {
+    if (TYPE == TYPE_F16)
+        return _mm256_cvtph_ps(load16(p));
+    if (TYPE == TYPE_BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
+    return _mm256_castsi256_ps(load32(p));
+}
+
+// NW weight rows times NX rows of x. The last n % 16 values are copied, so that nothing is read behind a row, and
+// change only the sums that they belong to.
+template <int TYPE, int NW, int NX>
+AVX2_INLINE void avx2_floats(const vec_rows &rows, const uint8_t *w, const uint8_t *x, float *out) {
+    constexpr int SIZE = TYPE == TYPE_F32 ? 4 : 2;
+    __m256 p[NW][NX][2];
+    for (int i = 0; i < NW; i++)
+        for (int j = 0; j < NX; j++)
+            p[i][j][0] = p[i][j][1] = _mm256_setzero_ps();
+    const int64_t rest = rows.a.n % 16;
+    for (const uint8_t *end = x + (rows.a.n - rest) * 4; x < end; x += 64, w += 16 * SIZE) {
+        if (NX == 1)
+            for (int i = 0; i < NW; i++)
+                _mm_prefetch(reinterpret_cast<const char *>(w + i * rows.row_bytes + PREFETCH_BYTES / NW), _MM_HINT_T0);
+        for (int h = 0; h < 2; h++) {
+            __m256 v[NX];
+            for (int j = 0; j < NX; j++)
+                v[j] = load_floats8<TYPE_F32>(x + j * rows.a.stride + h * 32);
+            for (int i = 0; i < NW; i++) {
+                __m256 u = load_floats8<TYPE>(w + i * rows.row_bytes + h * 8 * SIZE);
+                for (int j = 0; j < NX; j++)
+                    p[i][j][h] = _mm256_fmadd_ps(u, v[j], p[i][j][h]);
+            }
+        }
+    }
+    for (int i = 0; i < NW; i++)
+        for (int j = 0; j < NX; j++) {
+            if (rest) {
+                uint8_t u[64] = {}, v[64] = {};
+                memcpy(u, w + i * rows.row_bytes, size_t(rest) * SIZE);
+                memcpy(v, x + j * rows.a.stride, size_t(rest) * 4);
+                for (int h = 0; h < 2; h++) {
+                    __m256 s = p[i][j][h];
+                    s = _mm256_fmadd_ps(load_floats8<TYPE>(u + h * 8 * SIZE), load_floats8<TYPE_F32>(v + h * 32), s);
+                    p[i][j][h] = _mm256_blendv_ps(p[i][j][h], s, first_lanes(int(rest) - h * 8));
+                }
+            }
+            out[j * VEC_ROWS + i] = tree8(_mm256_add_ps(p[i][j][0], p[i][j][1]));
+        }
+}
+
+template <int TYPE> AVX2 static void avx2_vec_floats(const vec_rows &v, float *out) {
+    for (int c = 0; c < v.n_x;) {
+        const bool two = c + 2 <= v.n_x;
+        const uint8_t *x = v.x + c * v.a.stride;
+        float *to = out + c * VEC_ROWS;
+        for (int r = 0; r < v.n_w;) {
+            const uint8_t *w = v.w + r * v.row_bytes;
+            const int left = v.n_w - r, step = two ? (left < 3 ? 1 : 3) : (left < 4 ? 1 : 4);
+            if (two)
+                step == 3 ? avx2_floats<TYPE, 3, 2>(v, w, x, to + r) : avx2_floats<TYPE, 1, 2>(v, w, x, to + r);
+            else
+                step == 4 ? avx2_floats<TYPE, 4, 1>(v, w, x, to + r) : avx2_floats<TYPE, 1, 1>(v, w, x, to + r);
+            r += step;
+        }
+        c += two ? 2 : 1;
+    }
+}
+
+// --- _mm, AVX-512: panels of 32 weight rows
+//
+// A panel holds, per block in the order of the partial sums, units of 128 bytes, one int32 or float per weight row:
+//     BLOCK / 4  four integers, int8; multiplied with their scales where N_SUB is 1, which fits, negated if NEG says so
+//     N_SUB      int32 scales, where N_SUB > 1
+//     8          two mins, int16, where a block of 256 has them
+//     1          what makes up for the 128 that ACT_WALK adds to each integer of x
+//     1          d
+//     1          m, where a block has it
+template <class F> struct avx512_panel {
+    enum {
+        SCALES_AT = F::BLOCK / 4,
+        MINS_AT = SCALES_AT + (F::N_SUB > 1 ? int(F::N_SUB) : 0),
+        FIX_AT = MINS_AT + (F::BLOCK == 256 && F::M >= 0 ? 8 : 0),
+        UNITS = FIX_AT + 2 + (F::M >= 0)
+    };
+};
+
+// Quants 32 i to 32 i + 31 of two rows as signed integers.
+template <class F> AVX2_INLINE two signed_quants2(const uint8_t *a, const uint8_t *b, int i) {
+    const __m256i off = _mm256_set1_epi8(char(F::OFF));
+    two v;
+    if constexpr (F::BLOCK == 32) {
+        v = F::halves(a, b);
+        v = {_mm256_permute2x128_si256(v.lo, v.hi, 0x20), _mm256_permute2x128_si256(v.lo, v.hi, 0x31)};
+    } else {
+        v = {F::quants(a, i), F::quants(b, i)};
+    }
+    return {_mm256_sub_epi8(v.lo, off), _mm256_sub_epi8(v.hi, off)};
+}
+
+// 32 int8 multiplied with the scales of the two halves; the products fit.
+AVX2_INLINE __m256i scaled8(__m256i v, __m256i scale) {
+    __m256i lo = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)), hi = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1));
+    lo = _mm256_mullo_epi16(lo, _mm256_permute2x128_si256(scale, scale, 0x00));
+    hi = _mm256_mullo_epi16(hi, _mm256_permute2x128_si256(scale, scale, 0x11));
+    return _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8);
+}
+
+// Sixteen rows of eight int32: v[k] has element k of all rows.
+AVX512_INLINE void transpose16(const __m256i *row, __m512i *v) {
+    __m512i t[8];
+    for (int h = 0; h < 2; h++) {
+        __m512i r[4], u[4];
+        for (int i = 0; i < 4; i++)
+            r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row[h * 8 + i]), row[h * 8 + i + 4], 1);
+        for (int i = 0; i < 4; i += 2) {
+            u[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+            u[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        }
+        for (int k = 0; k < 2; k++) {
+            t[h * 4 + 2 * k] = _mm512_unpacklo_epi64(u[k], u[k + 2]);
+            t[h * 4 + 2 * k + 1] = _mm512_unpackhi_epi64(u[k], u[k + 2]);
+        }
+    }
+    for (int k = 0; k < 4; k++) {
+        v[k] = _mm512_shuffle_i32x4(t[k], t[k + 4], 0x88);
+        v[k + 4] = _mm512_shuffle_i32x4(t[k], t[k + 4], 0xdd);
+    }
+}
+
+// One half of a panel's block: sixteen rows. `to` is the half's first unit.
+template <class F> AVX512_INLINE void avx512_unpack16(const uint8_t *const *block, uint8_t *to) {
+    using P = avx512_panel<F>;
+    __m256i scale[16], row[16];
+    __m512i v[8], fix = _mm512_setzero_si512();
+    if constexpr (F::BLOCK == 256)
+        for (int r = 0; r < 16; r++) {
+            scale[r] = F::scales(block[r]);
+            if (F::NEG != 0)
+                scale[r] = _mm256_sub_epi16(_mm256_setzero_si256(), scale[r]);
+        }
+    if (F::N_SUB > 1) {
+        transpose16(scale, v);
+        for (int k = 0; k < F::N_SUB / 2; k++) { // pair k: of neighbours, or of every other one, even ones first
+            int s = F::N_SUB == 8 ? 2 * k : k % 4 * 4 + k / 4, step = F::N_SUB == 8 ? 1 : 2;
+            _mm512_storeu_si512(to + (P::SCALES_AT + s) * 128, _mm512_srai_epi32(_mm512_slli_epi32(v[k], 16), 16));
+            _mm512_storeu_si512(to + (P::SCALES_AT + s + step) * 128, _mm512_srai_epi32(v[k], 16));
+        }
+    }
+    for (int i = 0; i < F::BLOCK / 32; i++) {
+        for (int r = 0; r < 16; r += 2) {
+            two v2 = signed_quants2<F>(block[r], block[r + 1], i);
+            row[r] = v2.lo, row[r + 1] = v2.hi;
+        }
+        for (int r = 0; r < 16 && F::BLOCK == 256 && F::N_SUB == 1; r++)
+            row[r] = scaled8(row[r], chunk_scale(scale[r], i));
+        transpose16(row, v);
+        __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        for (int k = 0; k < 8; k++) {
+            _mm512_storeu_si512(to + (i * 8 + k) * 128, v[k]);
+            sum[k / 4] = _mm512_dpbusd_epi32(sum[k / 4], _mm512_set1_epi8(1), v[k]);
+        }
+        for (int h = 0; h < 2 && F::N_SUB > 1; h++) {
+            int s = F::N_SUB == 8 ? i : 2 * i + h;
+            sum[h] = _mm512_mullo_epi32(sum[h], load64(to + (P::SCALES_AT + s) * 128));
+        }
+        fix = _mm512_sub_epi32(fix, _mm512_slli_epi32(_mm512_add_epi32(sum[0], sum[1]), 7));
+    }
+    if constexpr (F::BLOCK == 256 && F::M >= 0) {
+        for (int r = 0; r < 16; r++)
+            row[r] = F::mins(block[r]);
+        transpose16(row, v);
+        for (int k = 0; k < 8; k++)
+            _mm512_storeu_si512(to + (P::MINS_AT + k) * 128, v[k]);
+    }
+    _mm512_storeu_si512(to + P::FIX_AT * 128, fix);
+    float *d = reinterpret_cast<float *>(to + (P::FIX_AT + 1) * 128);
+    for (int r = 0; r < 16; r += 8, d += 8) {
+        _mm256_storeu_ps(d, scales8<F>([=](int k) { return block[r + k] + F::D; }));
+        if (F::M >= 0)
+            _mm256_storeu_ps(d + 32, scales8<F>([=](int k) { return block[r + k] + F::M; }));
+    }
+}
+
+template <class F> AVX512 static void avx512_unpack(const uint8_t *const *row, int64_t n, uint8_t *panel) {
+    const int64_t n_block = n / F::BLOCK;
+    for (int64_t b = 0; b < n_block; b++) {
+        uint8_t *to = panel + walk_index(b, n_block) * avx512_panel<F>::UNITS * 128;
+        const uint8_t *block[32];
+        for (int r = 0; r < 32; r++)
+            block[r] = row[r] + b * F::BYTES;
+        avx512_unpack16<F>(block, to);
+        avx512_unpack16<F>(block + 16, to + 64);
+    }
+}
+
+// acc += d dx sum, and the min term, of one block for NX rows of activations and 32 weight rows.
+template <class F, int NX>
+AVX512_INLINE void avx512_block(const uint8_t *panel, const uint8_t *const *row, const act_layout &a, int64_t b,
+                                __m512 (*acc)[2]) {
+    using P = avx512_panel<F>;
+    constexpr int STEP = F::N_SUB == 16 ? 4 : 8; // units of quants to a sum, or to a round of the loop
+    __m512i s[NX][2], total[NX][2];
+    for (int c = 0; c < NX; c++)
+        for (int h = 0; h < 2; h++)
+            total[c][h] = load64(panel + P::FIX_AT * 128 + h * 64);
+    for (int i = 0; i < a.block / (4 * STEP); i++) {
+        for (int c = 0; c < NX; c++)
+            for (int h = 0; h < 2; h++)
+                s[c][h] = F::N_SUB > 1 ? _mm512_setzero_si512() : total[c][h];
+        const uint8_t *w = panel + i * (STEP * 128);
+        const int64_t at = b * F::BLOCK + i * (STEP * 4);
+#pragma GCC unroll 8
+        for (int k = 0; k < STEP; k++) {
+            __m512i w0 = load64(w + k * 128), w1 = load64(w + k * 128 + 64);
+            for (int c = 0; c < NX; c++) {
+                __m512i v = _mm512_set1_epi32(load_as<int32_t>(row[c] + at + k * 4));
+                s[c][0] = _mm512_dpbusd_epi32(s[c][0], v, w0);
+                s[c][1] = _mm512_dpbusd_epi32(s[c][1], v, w1);
+            }
+        }
+        for (int c = 0; c < NX; c++)
+            for (int h = 0; h < 2; h++)
+                if (F::N_SUB > 1) {
+                    __m512i scale = load64(panel + (P::SCALES_AT + i) * 128 + h * 64);
+                    total[c][h] = _mm512_add_epi32(total[c][h], _mm512_mullo_epi32(s[c][h], scale));
+                } else {
+                    total[c][h] = s[c][h];
+                }
+    }
+    for (int c = 0; c < NX; c++) {
+        __m512 dx = _mm512_set1_ps(load_as<float>(row[c] + a.d_at + b * 4));
+        for (int h = 0; h < 2; h++) {
+            if (F::NEG != 0)
+                total[c][h] = _mm512_sub_epi32(_mm512_setzero_si512(), total[c][h]);
+            __m512 d = _mm512_castsi512_ps(load64(panel + (P::FIX_AT + 1) * 128 + h * 64));
+            acc[c][h] = _mm512_fmadd_ps(_mm512_mul_ps(d, dx), _mm512_cvtepi32_ps(total[c][h]), acc[c][h]);
+            if (F::M < 0)
+                continue;
+            __m512 m = _mm512_mul_ps(_mm512_castsi512_ps(load64(panel + (P::FIX_AT + 2) * 128 + h * 64)), dx);
+            if (F::BLOCK == 32) {
+                __m512i sum = _mm512_set1_epi32(load_as<int32_t>(row[c] + a.s_at + b * 4));
+                acc[c][h] = _mm512_fmadd_ps(m, _mm512_cvtepi32_ps(sum), acc[c][h]);
+            } else {
+                __m512i sum = _mm512_setzero_si512();
+                for (int k = 0; k < 8; k++) {
+                    __m512i v = _mm512_set1_epi32(load_as<int32_t>(row[c] + a.s_at + b * 32 + k * 4));
+                    sum = _mm512_dpwssd_epi32(sum, load64(panel + (P::MINS_AT + k) * 128 + h * 64), v);
+                }
+                acc[c][h] = _mm512_fnmadd_ps(m, _mm512_cvtepi32_ps(sum), acc[c][h]);
+            }
+        }
+    }
+}
+
+// out[c][32] for NX rows of activations, row c at x + min(c, n_x - 1) * a.stride.
+template <class F, int NX>
+AVX512_INLINE void avx512_tile_rows(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
+    const uint8_t *row[NX];
+    for (int c = 0; c < NX; c++)
+        row[c] = x + std::min(c, n_x - 1) * a.stride;
+    float p[8][NX][32];
+    for (int64_t j = 0, b = 0; j < 8; j++) {
+        __m512 acc[NX][2];
+        for (int c = 0; c < NX; c++)
+            acc[c][0] = acc[c][1] = _mm512_setzero_ps();
+        for (int64_t n = (a.n_block + 7 - j) / 8; n > 0; n--, b++, panel += avx512_panel<F>::UNITS * 128)
+            avx512_block<F, NX>(panel, row, a, b, acc);
+        for (int c = 0; c < NX; c++)
+            for (int h = 0; h < 2; h++)
+                _mm512_storeu_ps(p[j][c] + h * 16, acc[c][h]);
+    }
+    for (int c = 0; c < NX; c++)
+        for (int h = 0; h < 32; h += 16) {
+            __m512 q[8];
+            for (int j = 0; j < 8; j++)
+                q[j] = _mm512_loadu_ps(p[j][c] + h);
+            __m512 even = _mm512_add_ps(_mm512_add_ps(q[0], q[4]), _mm512_add_ps(q[2], q[6]));
+            __m512 odd = _mm512_add_ps(_mm512_add_ps(q[1], q[5]), _mm512_add_ps(q[3], q[7]));
+            _mm512_storeu_ps(out + c * 32 + h, _mm512_add_ps(even, odd));
+        }
+}
+
+template <class F> AVX512 static void avx512_tile(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
+    for (; n_x > 4; n_x -= MM_X) // once
+        avx512_tile_rows<F, MM_X>(panel, x, n_x, a, out);
+    for (; n_x > 0; n_x -= 2, x += 2 * a.stride, out += 2 * 32)
+        avx512_tile_rows<F, 2>(panel, x, n_x, a, out);
+}
+
+// A float panel holds the weights as f32, four rows together: sixteen values of each, then the next sixteen; what is
+// missing from the last sixteen is never used.
+static int64_t float_panel_group(int64_t n) { return round_up(n, 16) * 4; } // floats of four rows
+
+template <int TYPE> AVX2 static void avx2_unpack_floats(const uint8_t *const *row, int64_t n, uint8_t *panel) {
+    constexpr int SIZE = TYPE == TYPE_F32 ? 4 : 2;
+    for (int r = 0; r < PANEL; r++) {
+        float *to = reinterpret_cast<float *>(panel) + r / 4 * float_panel_group(n) + r % 4 * 16;
+        const uint8_t *from = row[r], *end = from + n / 16 * 16 * SIZE;
+        for (; from < end; from += 16 * SIZE, to += 64)
+            for (int h = 0; h < 16; h += 8)
+                _mm256_storeu_ps(to + h, load_floats8<TYPE>(from + h * SIZE));
+        for (int64_t k = 0; k < n % 16; k++)
+            to[k] = q_value(TYPE, from + k * SIZE, 0);
+    }
+}
+
+// 32 weight rows times NX rows of x. Only so many values are taken at a time that they stay in the first-level cache
+// for all weight rows; the partial sums wait in memory.
+template <int NX> AVX512_INLINE void avx512_floats(const float *panel, const uint8_t *x, int64_t x_bytes, int64_t n, float *out) {
+    constexpr int64_t PART = 1024;
+    float sums[32 * NX][16];
+    for (int64_t begin = 0; begin < n; begin += PART) {
+        const int64_t end = std::min(begin + PART, n), whole = end / 16 * 16;
+        const __mmask16 rest = __mmask16((1 << (end - whole)) - 1);
+        for (int r = 0; r < 32; r += 4) {
+            __m512 p[4][NX];
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < NX; j++)
+                    p[i][j] = begin ? _mm512_loadu_ps(sums[r * NX + j * 4 + i]) : _mm512_setzero_ps();
+            const float *w = panel + r / 4 * float_panel_group(n) + begin * 4;
+            const uint8_t *v = x + begin * 4;
+            for (const uint8_t *last = x + whole * 4; v < last; v += 64, w += 64) {
+                __m512 u[4];
+                for (int i = 0; i < 4; i++)
+                    u[i] = _mm512_loadu_ps(w + i * 16);
+                for (int j = 0; j < NX; j++)
+                    for (int i = 0; i < 4; i++)
+                        p[i][j] = _mm512_fmadd_ps(u[i], _mm512_loadu_ps(v + j * x_bytes), p[i][j]);
+            }
+            for (int j = 0; j < NX; j++)
+                for (int i = 0; i < 4; i++) {
+                    if (rest)
+                        p[i][j] = _mm512_mask3_fmadd_ps(_mm512_loadu_ps(w + i * 16), _mm512_maskz_loadu_ps(rest, v + j * x_bytes),
+                                                        p[i][j], rest);
+                    _mm512_storeu_ps(sums[r * NX + j * 4 + i], p[i][j]);
+                }
+        }
+    }
+    for (int r = 0; r < 32; r++)
+        for (int j = 0; j < NX; j++) {
+            __m512 s = _mm512_loadu_ps(sums[r / 4 * 4 * NX + j * 4 + r % 4]);
+            out[j * 32 + r] = tree8(_mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1)));
+        }
+}
+
+AVX512 static void avx512_tile_floats(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
+    const float *w = reinterpret_cast<const float *>(panel);
+    if (n_x == MM_X)
+        avx512_floats<MM_X>(w, x, a.stride, a.n, out);
+    else
+        for (int c = 0; c < n_x; c++)
+            avx512_floats<1>(w, x + c * a.stride, 0, a.n, out + c * 32);
+}
+
+#endif // __x86_64__
+
+// --- the operation
+
+// What multiplies one format at one level. mm_from 0: the _vec kernel serves all row counts.
+struct matmul_kernels {
+    const char *path;
+    int vec_form, mm_from; // rows of x from which the _mm kernel is faster
+    void (*vec)(const vec_rows &, float *out);
+    void (*unpack)(const uint8_t *const *row, int64_t n, uint8_t *panel);
+    void (*tile)(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &, float *out); // out[n_x][32]
+    int64_t panel_bytes; // of a panel, per block
+};
+
+#if defined(__x86_64__)
+template <int TYPE, int BLOCK> static matmul_kernels simd_kernels(cpu_level level) {
+    if constexpr (BLOCK == 1) {
+        if (level == CPU_AVX512)
+            return {"avx512", 0, 12, avx2_vec_floats<TYPE>, avx2_unpack_floats<TYPE>, avx512_tile_floats, PANEL * 4};
+        return {"avx2", 0, 0, avx2_vec_floats<TYPE>, nullptr, nullptr, 0};
+    } else {
+        using F = fmt<TYPE>;
+        const int form = BLOCK == 32 ? ACT_PAIRS : ACT_PLAIN;
+        if (level == CPU_AVX512)
+            return {"avx512", form, 5, avx2_vec<F>, avx512_unpack<F>, avx512_tile<F>, avx512_panel<F>::UNITS * 128};
+        return {"avx2", form, 0, avx2_vec<F>, nullptr, nullptr, 0};
+    }
+}
+#endif
+
+template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS> static matmul_kernels choose_kernels(cpu_level level) {
+#if defined(__x86_64__)
+    if (level != CPU_PLAIN)
+        return simd_kernels<TYPE, BLOCK>(level);
+#endif
+    (void)level;
+    return {"plain", ACT_PLAIN, 0, plain_vec<TYPE, BLOCK, BYTES, SUB, MINS>, nullptr, nullptr, 0};
+}
+
+static matmul_kernels find_kernels(int type, cpu_level level) {
+#define KERNELS_CASE(name, id, block, bytes, sub, act, mins)                                                          \
+    case id:                                                                                                          \
+        return choose_kernels<id, block, bytes, sub, mins != 0>(level);
+    switch (type) { Q_FORMATS(KERNELS_CASE) }
+#undef KERNELS_CASE
+    return {};
+}
+
+// Which family of kernels serves a format: "avx512", "avx2" or "plain".
+static const char *cpu_matmul_path(int type, cpu_level level) { return find_kernels(type, level).path; }
+
+// One product while it runs.
+struct matmul_job {
+    const matmul_op &op;
+    const matmul_kernels &k;
+    act_layout act;
+    const uint8_t *w; // [n_group * n_out] rows, row_bytes apart
+    int64_t row_bytes;
+    const uint8_t *x; // row t of group g at g * x_group + t * act.stride, as act.form says, or floats
+    int64_t x_group;
+    float *y;
+    const float *bias; // [n_group * n_out] or null
+};
+
+// y[t][at ...] = r, plus a bias, plus what y was.
+static void put_results(const matmul_job &m, int64_t t, int64_t at, const float *r, int64_t n) {
+    float *y = m.y + t * m.op.ld_y + at;
+    for (int64_t i = 0; i < n; i++) {
+        float v = m.bias ? r[i] + m.bias[at + i] : r[i];
+        y[i] = m.op.accumulate ? y[i] + v : v;
+    }
+}
+
+// Weight rows [begin, end) of all groups times every row of x, in pieces that stay in the first-level cache meanwhile.
+static void matmul_vec(const matmul_job &m, int64_t begin, int64_t end) {
+    const int64_t most = std::max<int64_t>(4, std::min<int64_t>(VEC_ROWS, 8192 / m.row_bytes));
+    float r[VEC_X][VEC_ROWS];
+    while (begin < end) {
+        const int64_t g = begin / m.op.n_out, n = std::min({most, end - begin, (g + 1) * m.op.n_out - begin});
+        for (int64_t t = 0; t < m.op.n_rows; t += VEC_X) {
+            const int n_x = int(std::min<int64_t>(VEC_X, m.op.n_rows - t));
+            const uint8_t *x = m.x + g * m.x_group + t * m.act.stride;
+            m.k.vec({m.w + begin * m.row_bytes, m.row_bytes, int(n), n_x, x, m.act}, r[0]);
+            for (int c = 0; c < n_x; c++)
+                put_results(m, t + c, begin, r[c], n);
+        }
+        begin += n;
+    }
+}
+
+// Panel `panel` of all groups times rows [t0, t1) of x. Rows that the last panel of a group lacks repeat its last one.
+static void matmul_mm(const matmul_job &m, int64_t panel, int64_t t0, int64_t t1, uint8_t *space) {
+    const int64_t per_group = (m.op.n_out + PANEL - 1) / PANEL;
+    const int64_t g = panel / per_group, first = panel % per_group * PANEL;
+    const int64_t n = std::min<int64_t>(PANEL, m.op.n_out - first), at = g * m.op.n_out + first;
+    const uint8_t *row[PANEL];
+    for (int64_t r = 0; r < PANEL; r++)
+        row[r] = m.w + (at + std::min(r, n - 1)) * m.row_bytes;
+    m.k.unpack(row, m.op.n_in, space);
+    float r[MM_X][PANEL];
+    for (int64_t t = t0; t < t1; t += MM_X) {
+        const int n_x = int(std::min<int64_t>(MM_X, t1 - t));
+        m.k.tile(space, m.x + g * m.x_group + t * m.act.stride, n_x, m.act, r[0]);
+        for (int c = 0; c < n_x; c++)
+            put_results(m, t + c, at, r[c], n);
+    }
+}
+
+// x as the kernels want it: quantized into `out`, all rows of a group together.
+static void quantize_rows(backend *be, matmul_job &m, const float *x, uint8_t *out) {
+    const matmul_op &op = m.op;
+    auto quantize = plain_quantize;
+#if defined(__x86_64__)
+    if (be->level != CPU_PLAIN)
+        quantize = avx2_quantize;
+#endif
+    const int64_t grain = std::max<int64_t>(1, 16384 / op.n_in);
+    parallel(be->pool, int64_t(op.n_group) * op.n_rows, grain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; i++)
+            quantize(x + i % op.n_rows * op.ld_x + i / op.n_rows * op.n_in, m.act, out + i * m.act.stride);
+    });
+    m.x = out;
+    m.x_group = op.n_rows * m.act.stride;
+}
+
+static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
+    const format *f = find_format(w->type);
+    if (!f || op->n_in % f->block != 0) {
+        be->error = "matmul: the weight's format does not fit";
+        return;
+    }
+    if (op->n_rows <= 0 || op->n_out <= 0)
+        return;
+    const matmul_kernels k = find_kernels(w->type, be->level);
+    const bool mm = k.mm_from > 0 && op->n_rows >= k.mm_from, floats = f->act == ACT_F32;
+    act_layout act = {};
+    if (!floats)
+        act = act_plan(f->act, mm ? int(ACT_WALK) : k.vec_form, op->n_in);
+    else
+        act.n = op->n_in, act.stride = op->ld_x * int64_t(sizeof(float));
+    matmul_job m = {*op, k, act, at<const uint8_t>(w->data), int64_t(w->row_bytes), nullptr, 0, at<float>(y), nullptr};
+    m.x = at<const uint8_t>(x), m.x_group = op->n_in * int64_t(sizeof(float));
+    if (op->has_bias)
+        m.bias = at<const float>(bias);
+
+    const int64_t n_rows = op->n_rows, n_group = op->n_group, workers = be->pool.size;
+    const int64_t x_bytes = floats ? 0 : n_group * n_rows * act.stride;
+    const int64_t panel_bytes = mm ? round_up(op->n_in, 16) / f->block * k.panel_bytes : 0;
+    uint8_t *space = cpu_scratch(be, uint64_t(std::max<int64_t>(64, x_bytes + panel_bytes * workers)));
+    if (!space)
+        return;
+    if (!floats)
+        quantize_rows(be, m, at<const float>(x), space);
+
+    if (!mm) { // pieces small enough to end together, large enough that handing one out costs nothing
+        const int64_t n = n_group * op->n_out, bytes = n * m.row_bytes;
+        const int64_t piece = std::max<int64_t>(32768, std::min<int64_t>(bytes / (workers * 8), 1 << 20));
+        parallel(be->pool, n, std::max<int64_t>(1, piece / m.row_bytes),
+                 [&](int64_t begin, int64_t end, int) { matmul_vec(m, begin, end); });
+        return;
+    }
+    // A piece is a panel and all rows of x, or a part of them where there are too few panels for all workers.
+    const int64_t panels = n_group * ((op->n_out + PANEL - 1) / PANEL);
+    int64_t parts = panels >= workers * 4 ? 1 : std::min((workers * 4 + panels - 1) / panels, n_rows / 64 + 1);
+    const int64_t part = round_up((n_rows + parts - 1) / parts, MM_X);
+    parts = (n_rows + part - 1) / part;
+    const int64_t work = std::min(n_rows, part) * PANEL * op->n_in;
+    const int64_t grain = std::max<int64_t>(1, 500000 / work);
+    parallel(be->pool, panels * parts, grain, [&](int64_t begin, int64_t end, int worker) {
+        for (int64_t i = begin; i < end; i++)
+            matmul_mm(m, i / parts, i % parts * part, std::min(n_rows, (i % parts + 1) * part),
+                      space + x_bytes + worker * panel_bytes);
+    });
+}
+
+// ---- operations other than matmul ----
+//
+// A body is written once in plain C++ and compiled three times: cpu_at inlines it into a function for the wanted
+// instruction set, where the compiler may use wide registers and fused instructions, but no other order. Only the
+// inner products of attend are written by hand for each.
+
+#define CPU_BODY static inline __attribute__((always_inline))
+#define CPU_EACH(i) [&](int64_t i) __attribute__((always_inline))
+#if defined(__x86_64__)
+template <auto BODY, class... A> AVX2 static void cpu_at_avx2(A... args) { BODY(args...); }
+template <auto BODY, class... A> AVX512 static void cpu_at_avx512(A... args) { BODY(args...); }
+#endif
+
+template <auto BODY, class... A> static void cpu_at(cpu_level level, A... args) {
+#if defined(__x86_64__)
+    if (level == CPU_AVX512)
+        return cpu_at_avx512<BODY>(args...);
+    if (level == CPU_AVX2)
+        return cpu_at_avx2<BODY>(args...);
+#endif
+    (void)level;
+    BODY(args...);
+}
+
+static void cpu_error(backend *be, const char *what) {
+    if (!be->error)
+        be->error = what;
+}
+
+// body(t) for each row t, which takes `work` elementary steps. Little work stays on the calling thread, since waking
+// another costs microseconds.
+template <class F> static void each_row(backend *be, int64_t n_rows, int64_t work, F &&body) {
+    parallel(be->pool, n_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(work, 1)),
+             [&](int64_t begin, int64_t end, int) {
+                 for (int64_t t = begin; t < end; t++)
+                     body(t);
+             });
+}
+
+// y[i] = value(i) for i < n, by sixteen through the stack: y may be an operand of value, and the compiler would have to
+// assume any overlap.
+template <class F> CPU_BODY void fill_row(float *y, int64_t n, F value) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        float v[16];
+        for (int j = 0; j < 16; j++)
+            v[j] = value(i + j);
+        memcpy(y + i, v, sizeof v);
+    }
+    for (; i < n; i++)
+        y[i] = value(i);
+}
+
+// e^x: x = n ln 2 + r with n rounded by adding 1.5 * 2^23, a polynomial in r, and 2^n as two factors, so that results
+// below 2^-126 are rounded once. Within 1 ulp. NaN stays; the limits lie where the result is inf and 0 already.
+CPU_BODY float cpu_exp(float x) {
+    const float round = 12582912.0f;
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -105.0f ? -105.0f : x;
+    float shifted = std::fma(x, 1.44269504f, round), n = shifted - round;
+    float r = std::fma(n, 1.90465421e-09f, std::fma(n, -0.693147182f, x));
+    float p = std::fma(r, 1.39269268e-3f, 8.36377405e-3f);
+    p = std::fma(r, p, 4.16665487e-2f);
+    p = std::fma(r, p, 0.166665733f);
+    p = std::fma(r, p, 0.5f);
+    p = std::fma(r * r, p, r) + 1.0f;
+    uint32_t whole = float_bits(shifted) - float_bits(round), half = uint32_t(int32_t(whole) >> 1);
+    return p * q_float((half + 127) << 23) * q_float((whole - half + 127) << 23);
+}
+
+// tanh x: an odd polynomial up to 0.625, 1 - 2 / (e^2|x| + 1) beyond. Within 3 ulp.
+CPU_BODY float cpu_tanh(float x) {
+    float a = q_float(float_bits(x) & 0x7fffffff), z = x * x;
+    float p = std::fma(z, -6.09670812e-3f, 2.09971741e-2f);
+    p = std::fma(z, p, -5.38509078e-2f);
+    p = std::fma(z, p, 0.133327693f);
+    p = std::fma(z, p, -0.333333284f);
+    float small = x * std::fma(z, p, 1.0f), large = 1.0f - 2.0f / (cpu_exp(a + a) + 1.0f);
+    large = q_float(float_bits(large) | (float_bits(x) & 0x80000000));
+    return a <= 0.625f ? small : large;
+}
+
+// ---- memory ----
+
+static mem cpu_alloc(backend *, uint64_t bytes) {
+    void *p = nullptr;
+    if (bytes > SIZE_MAX / 2 || posix_memalign(&p, 64, std::max<uint64_t>(bytes, 64)))
+        p = nullptr;
+    return {p, 0};
+}
+
+static void cpu_free(backend *, mem m) { free(m.handle); }
+
+static mem cpu_weights(backend *, const void *host, uint64_t) { return {const_cast<void *>(host), 0}; }
+
+static void cpu_put(backend *, mem to, const void *from, uint64_t bytes) { memcpy(at<uint8_t>(to), from, bytes); }
+
+static void cpu_get(backend *, void *to, mem from, uint64_t bytes) { memcpy(to, at<uint8_t>(from), bytes); }
+
+static const char *cpu_sync(backend *be) {
+    const char *error = be->error;
+    be->error = nullptr;
+    return error;
+}
+
+// ---- rows ----
+
+CPU_BODY void scale_body(float *y, float s, int64_t n) {
+    fill_row(
+        y, n, CPU_EACH(i) { return y[i] * s; });
+}
+
+static void cpu_embed(backend *be, const embed_op *op, mem y, const mat *w, const step *st) {
+    const int32_t *token = at<int32_t>(st->token);
+    for (int64_t t = 0; t < op->n_rows; t++)
+        if (token[t] < 0 || token[t] >= w->n_out)
+            return cpu_error(be, "embed: a token id is outside the vocabulary");
+    each_row(be, op->n_rows, op->n, [&](int64_t t) {
+        float *row = at<float>(y) + t * op->n;
+        decode_row(op->type, at<uint8_t>(w->data) + uint64_t(token[t]) * w->row_bytes, row, op->n);
+        if (op->scale != 1.0f)
+            cpu_at<scale_body>(be->level, row, op->scale, op->n);
+    });
+}
+
+static void cpu_rows(backend *, const rows_op *op, mem y, mem x, const step *st) {
+    const int32_t *from = at<int32_t>(st->out_row);
+    for (int64_t i = 0; i < op->n_rows; i++)
+        memcpy(at<float>(y) + i * op->n, at<float>(x) + int64_t(from[i]) * op->n, size_t(op->n) * sizeof(float));
+}
+
+// Sum of squares by the sixteen-sum rule; r = 1 / sqrt(sum / n + eps); y = (x * r) * w, or * (1 + w), or x * r.
+CPU_BODY void norm_body(float *y, const float *x, const float *w, int64_t n, int kind, float eps) {
+    float p[16] = {};
+    int64_t k = 0;
+    for (; k + 16 <= n; k += 16)
+        for (int j = 0; j < 16; j++)
+            p[j] = std::fma(x[k + j], x[k + j], p[j]);
+    for (int j = 0; k + j < n; j++)
+        p[j] = std::fma(x[k + j], x[k + j], p[j]);
+    const float r = 1.0f / std::sqrt(tree16(p) / float(n) + eps);
+    if (kind == 0)
+        fill_row(
+            y, n, CPU_EACH(i) { return x[i] * r; });
+    else if (kind == 1)
+        fill_row(
+            y, n, CPU_EACH(i) { return x[i] * r * w[i]; });
+    else
+        fill_row(
+            y, n, CPU_EACH(i) { return x[i] * r * (1.0f + w[i]); });
+}
+
+static void cpu_norm(backend *be, const norm_op *op, mem y, mem x, mem w) {
+    each_row(be, op->n_rows, int64_t(op->n_part) * op->n, [&](int64_t t) {
+        for (int64_t i = 0; i < op->n_part; i++)
+            cpu_at<norm_body>(be->level, at<float>(y) + t * op->ld_y + i * op->n,
+                              at<float>(x) + t * op->ld_x + i * op->n, at<float>(w), op->n, op->weight_kind, op->eps);
+    });
+}
+
+// (a, b) becomes (fma(a, c, -(b * s)), fma(a, s, b * c)); `cs` holds c and s of each pair.
+CPU_BODY void rope_body(float *x, const float *cs, const rope_op *op) {
+    const int half = op->n_rot / 2, stride = op->pairing ? 1 : 2, other = op->pairing ? half : 1;
+    const float sign = op->inverse ? -1.0f : 1.0f;
+    for (int h = 0; h < op->n_head; h++) {
+        float *v = x + int64_t(h) * op->head_dim + op->first;
+        for (int i = 0; i < half; i++) {
+            float a = v[i * stride], b = v[i * stride + other], c = cs[2 * i], s = sign * cs[2 * i + 1];
+            v[i * stride] = std::fma(a, c, -(b * s));
+            v[i * stride + other] = std::fma(a, s, b * c);
+        }
+    }
+}
+
+static void cpu_rope(backend *be, const rope_op *op, mem x, const step *st) {
+    const float *cs = at<float>(st->rotary[op->table]);
+    each_row(be, op->n_rows, int64_t(op->n_head) * op->n_rot, [&](int64_t t) {
+        cpu_at<rope_body>(be->level, at<float>(x) + t * op->ld_x, cs + t * (op->n_rot / 2) * 2, op);
+    });
+}
+
+// silu: (g / (1 + e^-g)) * u. gelu: its tanh form is g / (1 + e^-2v), v = sqrt(2 / pi) * (g + 0.044715 g^3). The
+// clamped form: (u + 1) * (g / (1 + e^-1.702g)).
+CPU_BODY float glu_value(float g, float u, int kind, float clamp_gate, float clamp_up) {
+    g = clamp_gate > 0 && g > clamp_gate ? clamp_gate : g;
+    u = clamp_up > 0 && u > clamp_up ? clamp_up : u;
+    u = clamp_up > 0 && u < -clamp_up ? -clamp_up : u;
+    float e = kind == 0 ? -g : kind == 1 ? -1.59576912f * std::fma(0.044715f * g * g, g, g) : -1.702f * g;
+    return g / (1.0f + cpu_exp(e)) * (kind == 2 ? u + 1.0f : u);
+}
+
+CPU_BODY void glu_body(float *y, const float *g, const float *u, int64_t n, int kind, float clamp_gate,
+                       float clamp_up) {
+    fill_row(
+        y, n, CPU_EACH(i) { return glu_value(g[i], u[i], kind, clamp_gate, clamp_up); });
+}
+
+static void cpu_glu(backend *be, const glu_op *op, mem y, mem gate, mem up) {
+    each_row(be, op->n_rows, int64_t(op->n) * 2, [&](int64_t t) {
+        cpu_at<glu_body>(be->level, at<float>(y) + t * op->ld_y, at<float>(gate) + t * op->ld_gate,
+                         at<float>(up) + t * op->ld_up, op->n, op->kind, op->clamp_gate, op->clamp_up);
+    });
+}
+
+CPU_BODY void add_body(float *y, const float *x, int64_t n) {
+    fill_row(
+        y, n, CPU_EACH(i) { return y[i] + x[i]; });
+}
+
+static void cpu_add(backend *be, const add_op *op, mem y, mem x) {
+    each_row(be, op->n_rows, op->n, [&](int64_t t) {
+        cpu_at<add_body>(be->level, at<float>(y) + t * op->n, at<float>(x) + t * op->n, op->n);
+    });
+}
+
+// ---- the cache ----
+
+#if defined(__x86_64__)
+AVX2 static int64_t avx2_narrow(uint16_t *y, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+#endif
+
+static void narrow_row(cpu_level level, uint16_t *y, const float *x, int64_t n) {
+    int64_t i = 0;
+#if defined(__x86_64__)
+    if (level != CPU_PLAIN)
+        i = avx2_narrow(y, x, n);
+#endif
+    (void)level;
+    for (; i < n; i++)
+        y[i] = float_to_half(x[i]);
+}
+
+static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, mem v, const step *st) {
+    if (op->type != TYPE_F16 || sg->type != TYPE_F16 || sg->ratio > 1)
+        return cpu_error(be, "kv_put: the CPU stores one f16 row per token only");
+    each_row(be, op->n_rows, int64_t(op->n_head_kv) * (op->dim_k + op->dim_v), [&](int64_t t) {
+        const int64_t pos = at<int32_t>(st->pos)[t], seq = at<int32_t>(st->seq)[t];
+        const int32_t id = at<int32_t>(st->table)[seq * st->table_len + pos / PAGE_TOKENS];
+        uint8_t *page = at<uint8_t>(sg->pool) + uint64_t(id) * sg->page_bytes;
+        for (int64_t h = 0; h < op->n_head_kv; h++) {
+            const uint64_t slot = uint64_t(h * PAGE_TOKENS + pos % PAGE_TOKENS);
+            narrow_row(be->level, (uint16_t *)(page + sg->k_offset + slot * sg->k_row_bytes),
+                       at<float>(k) + t * op->ld_k + h * op->dim_k, op->dim_k);
+            if (!op->shared)
+                narrow_row(be->level, (uint16_t *)(page + sg->v_offset + slot * sg->v_row_bytes),
+                           at<float>(v) + t * op->ld_v + h * op->dim_v, op->dim_v);
+        }
+    });
+}
+
+// ---- attend ----
+//
+// The order of everything, for one query row of one head:
+//   pages ascending, in each the visible slots i ascending; masked slots are skipped, never multiplied by zero
+//   s_i = scale * dot(q, k_i) (sixteen-sum rule over dimensions); with a softcap s_i = cap * tanh(s_i / cap)
+//   m' = max(m, s_i of this page); a = e^(m - m'); p_i = e^(s_i - m')
+//   l = fma(l, a, sum of p_i), that sum by the sixteen-sum rule over slots (partial i % 16, the tree at the page's end)
+//   acc_d = acc_d * a; then acc_d = fma(p_i, v_i[d], acc_d) for each i
+// Every SPLIT_PAGES pages, counted from position 0, a new split starts with m = -inf, l = 0, acc = 0. Splits are merged
+// in ascending order, empty ones left out and the first one taken as it is:
+//   M' = max(M, m); A = e^(M - M'); b = e^(m - M'); L = fma(L, A, l * b); ACC_d = fma(ACC_d, A, acc_d * b)
+// With a sink: M' = max(M, sink); A = e^(M - M'); L = fma(L, A, e^(sink - M')); ACC_d = ACC_d * A.
+// y_d = ACC_d / L, or 0 where nothing is visible. So nothing depends on other rows, and neither blocks of rows nor
+// threads show in a result.
+//
+// Few query rows (decode) read the f16 rows of a page directly, lanes being dimensions. Many rows (prefill) share keys
+// and values widened to f32, lanes being sixteen query rows. The plain version always does the first.
+
+enum { SPLIT_PAGES = 16, SPLIT_TOKENS = SPLIT_PAGES * int(PAGE_TOKENS), ATTEND_ROWS = 128, DIRECT_ROWS = 8 };
+
+// s[i] = dot(q, k_i) for n keys.
+static void plain_dots(float *s, const float *q, const uint16_t *k, int64_t ld_k, int n, int dim) {
+    for (int i = 0; i < n; i++) {
+        float p[16] = {};
+        for (int d = 0; d < dim; d++)
+            p[d % 16] = std::fma(half_to_float(k[i * ld_k + d]), q[d], p[d % 16]);
+        s[i] = tree16(p);
+    }
+}
+
+// acc[d] = fma(p[i], v[i][d], acc[d]) for slots [i0, i1).
+static void plain_values(float *acc, const float *p, const uint16_t *v, int64_t ld_v, int i0, int i1, int dim) {
+    for (int i = i0; i < i1; i++)
+        for (int d = 0; d < dim; d++)
+            acc[d] = std::fma(p[i], half_to_float(v[i * ld_v + d]), acc[d]);
+}
+
+#if defined(__x86_64__)
+AVX2_INLINE __m256 floats8(const float *p) { return _mm256_loadu_ps(p); }
+AVX2_INLINE __m256 floats8(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+AVX512_INLINE __m512 floats16(const float *p) { return _mm512_loadu_ps(p); }
+AVX512_INLINE __m512 floats16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+AVX2 static void avx2_widen(float *y, const uint16_t *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, floats8(x + i));
+    for (; i < n; i++)
+        y[i] = half_to_float(x[i]);
+}
+
+// s[a * PAGE_TOKENS + i] = dot(q_a, k_i) for NQ queries [NQ, dim] and n keys; four pairs of them per pass, with two
+// registers of partial sums each. n and dim are multiples of 16. Serves AVX-512 as well: memory is the limit.
+template <int NQ, class T>
+AVX2 static void avx2_dots(float *s, const float *q, const T *k, int64_t ld_k, int n, int dim) {
+    constexpr int NK = 4 / NQ;
+    for (int i = 0; i < n; i += NK) {
+        __m256 lo[4], hi[4];
+        for (int a = 0; a < 4; a++)
+            lo[a] = hi[a] = _mm256_setzero_ps();
+        for (int d = 0; d < dim; d += 16)
+            for (int b = 0; b < NK; b++) {
+                __m256 k0 = floats8(k + (i + b) * ld_k + d), k1 = floats8(k + (i + b) * ld_k + d + 8);
+                for (int a = 0; a < NQ; a++) {
+                    lo[a * NK + b] = _mm256_fmadd_ps(k0, floats8(q + int64_t(a) * dim + d), lo[a * NK + b]);
+                    hi[a * NK + b] = _mm256_fmadd_ps(k1, floats8(q + int64_t(a) * dim + d + 8), hi[a * NK + b]);
+                }
+            }
+        __m128 h[4]; // the trees of tree16, four at once; here r_i + r_{i+4}
+        for (int a = 0; a < 4; a++) {
+            __m256 r = _mm256_add_ps(lo[a], hi[a]);
+            h[a] = _mm_add_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
+        }
+        __m128 x = _mm_add_ps(_mm_shuffle_ps(h[0], h[1], 0x44), _mm_shuffle_ps(h[0], h[1], 0xee));
+        __m128 y = _mm_add_ps(_mm_shuffle_ps(h[2], h[3], 0x44), _mm_shuffle_ps(h[2], h[3], 0xee));
+        float r[4];
+        _mm_storeu_ps(r, _mm_add_ps(_mm_shuffle_ps(x, y, 0x88), _mm_shuffle_ps(x, y, 0xdd)));
+        for (int a = 0; a < NQ; a++)
+            memcpy(s + a * PAGE_TOKENS + i, r + a * NK, NK * sizeof(float));
+    }
+}
+
+// acc[a][d] = fma(p[a * step_q + i * step_i], v[i][d], acc[a][d]) for slots [i0, i1). acc [NQ, dim], dim a multiple of
+// 16, in strips of NV registers that stay in place.
+template <int NQ, int NV, class T> AVX2_INLINE void avx2_strip(float *acc, const float *p, int step_q, int step_i,
+                                                               const T *v, int64_t ld_v, int i0, int i1, int dim) {
+    __m256 sum[NQ][NV];
+    for (int a = 0; a < NQ; a++)
+        for (int b = 0; b < NV; b++)
+            sum[a][b] = _mm256_loadu_ps(acc + int64_t(a) * dim + b * 8);
+    for (int i = i0; i < i1; i++)
+        for (int b = 0; b < NV; b++) {
+            __m256 value = floats8(v + i * ld_v + b * 8);
+            for (int a = 0; a < NQ; a++)
+                sum[a][b] = _mm256_fmadd_ps(_mm256_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
+        }
+    for (int a = 0; a < NQ; a++)
+        for (int b = 0; b < NV; b++)
+            _mm256_storeu_ps(acc + int64_t(a) * dim + b * 8, sum[a][b]);
+}
+
+template <int NQ, class T> AVX2 static void avx2_values(float *acc, const float *p, int step_q, int step_i, const T *v,
+                                                        int64_t ld_v, int i0, int i1, int dim) {
+    int d = 0;
+    for (; d + 64 / NQ <= dim; d += 64 / NQ)
+        avx2_strip<NQ, 8 / NQ>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+    for (; d < dim; d += 16)
+        avx2_strip<NQ, 2>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+}
+
+// Where the partial sum of round c begins: bit-reversed (0, 8, 4, 12, 2, …), so that tree16 is a binary counter's
+// carries.
+static inline int reversed4(int c) { return (c & 1) * 8 + (c & 2) * 2 + (c & 4) / 2 + (c & 8) / 8; }
+
+// s[i * 16 + a] = dot(q_a, k_i) for sixteen queries, transposed: q [dim, 16], and n keys, a multiple of 8.
+AVX2 static void avx2_wide_dots(float *s, const float *q, const float *k, int64_t ld_k, int n, int dim) {
+    for (int i = 0; i < n; i += 4) {
+        __m256 level[5][8];
+        for (int c = 0, up; c < 16; c++) {
+            __m256 p[8];
+            for (__m256 &x : p)
+                x = _mm256_setzero_ps();
+            for (int d = reversed4(c); d < dim; d += 16)
+                for (int b = 0; b < 4; b++) {
+                    __m256 key = _mm256_set1_ps(k[(i + b) * ld_k + d]);
+                    p[2 * b] = _mm256_fmadd_ps(key, floats8(q + d * 16), p[2 * b]);
+                    p[2 * b + 1] = _mm256_fmadd_ps(key, floats8(q + d * 16 + 8), p[2 * b + 1]);
+                }
+            for (up = 0; c >> up & 1; up++)
+                for (int b = 0; b < 8; b++)
+                    p[b] = _mm256_add_ps(level[up][b], p[b]);
+            for (int b = 0; b < 8; b++)
+                level[up][b] = p[b];
+        }
+        for (int b = 0; b < 8; b++)
+            _mm256_storeu_ps(s + i * 16 + b * 8, level[4][b]);
+    }
+}
+
+// Likewise for NG groups of sixteen: q [NG, dim, 16], s [NG, PAGE_TOKENS, 16].
+template <int NG>
+AVX512 static void avx512_wide_dots(float *s, const float *q, const float *k, int64_t ld_k, int n, int dim) {
+    for (int i = 0; i < n; i += 8 / NG) {
+        __m512 level[5][8];
+        for (int c = 0, up; c < 16; c++) {
+            __m512 p[8];
+            for (__m512 &x : p)
+                x = _mm512_setzero_ps();
+            for (int d = reversed4(c); d < dim; d += 16)
+                for (int b = 0; b < 8; b++)
+                    p[b] = _mm512_fmadd_ps(_mm512_set1_ps(k[(i + b / NG) * ld_k + d]),
+                                           _mm512_loadu_ps(q + (b % NG * dim + d) * 16), p[b]);
+            for (up = 0; c >> up & 1; up++)
+                for (int b = 0; b < 8; b++)
+                    p[b] = _mm512_add_ps(level[up][b], p[b]);
+            for (int b = 0; b < 8; b++)
+                level[up][b] = p[b];
+        }
+        for (int b = 0; b < 8; b++)
+            _mm512_storeu_ps(s + (b % NG * PAGE_TOKENS + i + b / NG) * 16, level[4][b]);
+    }
+}
+
+template <int NQ, int NV, class T> AVX512_INLINE void avx512_strip(float *acc, const float *p, int step_q, int step_i,
+                                                                   const T *v, int64_t ld_v, int i0, int i1, int dim) {
+    __m512 sum[NQ][NV];
+    for (int a = 0; a < NQ; a++)
+        for (int b = 0; b < NV; b++)
+            sum[a][b] = _mm512_loadu_ps(acc + int64_t(a) * dim + b * 16);
+    for (int i = i0; i < i1; i++)
+        for (int b = 0; b < NV; b++) {
+            __m512 value = floats16(v + i * ld_v + b * 16);
+            for (int a = 0; a < NQ; a++)
+                sum[a][b] = _mm512_fmadd_ps(_mm512_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
+        }
+    for (int a = 0; a < NQ; a++)
+        for (int b = 0; b < NV; b++)
+            _mm512_storeu_ps(acc + int64_t(a) * dim + b * 16, sum[a][b]);
+}
+
+template <int NQ, class T> AVX512 static void avx512_values(float *acc, const float *p, int step_q, int step_i,
+                                                            const T *v, int64_t ld_v, int i0, int i1, int dim) {
+    int d = 0;
+    for (; d + 64 <= dim; d += 64)
+        avx512_strip<NQ, 4>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+    for (; d < dim; d += 16)
+        avx512_strip<NQ, 1>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+}
+
+#define BY_COUNT(f) (nq == 4 ? f<4, T> : nq == 2 ? f<2, T> : f<1, T>)
+#endif
+
+// For nq = 1, 2 or 4 query rows; the plain versions take one.
+static void page_dots(cpu_level level, int nq, float *s, const float *q, const uint16_t *k, int64_t ld_k, int n,
+                      int dim) {
+#if defined(__x86_64__)
+    using T = uint16_t;
+    if (level != CPU_PLAIN)
+        return BY_COUNT(avx2_dots)(s, q, k, ld_k, n, dim);
+#endif
+    (void)level, (void)nq;
+    plain_dots(s, q, k, ld_k, n, dim);
+}
+
+template <class T> static void page_values(cpu_level level, int nq, float *acc, const float *p, int step_q, int step_i,
+                                           const T *v, int64_t ld_v, int i0, int i1, int dim) {
+#if defined(__x86_64__)
+    if (level == CPU_AVX512)
+        return BY_COUNT(avx512_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
+    if (level == CPU_AVX2)
+        return BY_COUNT(avx2_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
+#endif
+    (void)level, (void)nq, (void)step_q, (void)step_i;
+    if constexpr (sizeof(T) == 2)
+        plain_values(acc, p, v, ld_v, i0, i1, dim);
+}
+
+// Scores of one query row become weights: s [PAGE_TOKENS], of which [lo, hi), not empty, is visible. Returns what acc
+// is to be multiplied by.
+CPU_BODY void softmax_body(float *s, int lo, int hi, float scale, float cap, float *m, float *l, float *a) {
+    const int begin = lo & ~15;
+    float best[16], part[16] = {}, top = *m;
+    for (int j = 0; j < 16; j++)
+        best[j] = top;
+    for (int i = begin; i < hi; i += 16)
+        for (int j = 0; j < 16; j++) {
+            float x = s[i + j] * scale;
+            x = cap > 0 ? cap * cpu_tanh(x / cap) : x;
+            s[i + j] = x = i + j >= lo && i + j < hi ? x : -INFINITY;
+            best[j] = x > best[j] ? x : best[j];
+        }
+    for (int j = 0; j < 16; j++)
+        top = best[j] > top ? best[j] : top;
+    for (int i = begin; i < hi; i += 16)
+        for (int j = 0; j < 16; j++)
+            part[j] += s[i + j] = cpu_exp(s[i + j] - top); // 0 where masked
+    *a = cpu_exp(*m - top);
+    *l = std::fma(*l, *a, tree16(part));
+    *m = top;
+}
+
+// The same for sixteen query rows side by side, s [slot][16]; lo, hi, m, l and a are arrays of sixteen. Rows that see
+// nothing here stay as they are.
+CPU_BODY void softmax_wide_body(float *s, const int *lo, const int *hi, int begin, int end, float scale, float cap,
+                                float *m, float *l, float *a) {
+    float top[16], part[16][16] = {};
+    memcpy(top, m, sizeof top);
+    for (int i = begin; i < end; i++)
+        for (int j = 0; j < 16; j++) {
+            float x = s[i * 16 + j] * scale;
+            s[i * 16 + j] = x = cap > 0 ? cap * cpu_tanh(x / cap) : x;
+            x = i >= lo[j] && i < hi[j] ? x : -INFINITY;
+            top[j] = x > top[j] ? x : top[j];
+        }
+    for (int i = begin; i < end; i++)
+        for (int j = 0; j < 16; j++) {
+            const float e = cpu_exp(s[i * 16 + j] - top[j]);
+            s[i * 16 + j] = e;
+            part[i % 16][j] += i >= lo[j] && i < hi[j] ? e : 0.0f;
+        }
+    for (int half = 8; half > 0; half /= 2) // tree16, for each column
+        for (int i = 0; i < half; i++)
+            for (int j = 0; j < 16; j++)
+                part[i][j] += part[i + half][j];
+    for (int j = 0; j < 16; j++) {
+        const float e = cpu_exp(m[j] - top[j]);
+        a[j] = lo[j] < hi[j] ? e : 1.0f;
+        l[j] = lo[j] < hi[j] ? std::fma(l[j], e, part[0][j]) : l[j];
+        m[j] = top[j];
+    }
+}
+
+// total becomes the two in order. l is 0 only where nothing was visible.
+CPU_BODY void merge_body(float *m, float *l, float *acc, float m1, float l1, const float *acc1, int dim) {
+    if (l1 == 0)
+        return;
+    if (*l == 0) {
+        *m = m1, *l = l1;
+        memcpy(acc, acc1, size_t(dim) * sizeof(float));
+        return;
+    }
+    const float top = m1 > *m ? m1 : *m, a = cpu_exp(*m - top), b = cpu_exp(m1 - top);
+    *m = top;
+    *l = std::fma(*l, a, l1 * b);
+    fill_row(
+        acc, dim, CPU_EACH(d) { return std::fma(acc[d], a, acc1[d] * b); });
+}
+
+CPU_BODY void finish_body(float *y, float m, float l, const float *acc, const float *sink, int dim) {
+    float a = 1.0f;
+    if (sink && l != 0) {
+        const float top = *sink > m ? *sink : m;
+        a = cpu_exp(m - top);
+        l = std::fma(l, a, cpu_exp(*sink - top));
+    }
+    fill_row(
+        y, dim, CPU_EACH(d) { return l == 0 ? 0.0f : acc[d] * a / l; });
+}
+
+// What query rows have gathered: m [rows], l [rows], acc [rows, pad_v].
+struct attend_state {
+    float *m, *l, *acc;
+};
+
+// One call of attend: the operands, and how its work is cut. A block is up to block_rows consecutive rows of one
+// sequence; a task is a block, a KV head with its group of heads, and one split when split_tasks. A block's query rows
+// are ordered by row, then head.
+struct attend_job {
+    backend *be;
+    const attend_op *op;
+    const seg *sg;
+    const int32_t *pos, *seq, *table;
+    const float *q, *sinks;
+    float *y;
+    int table_len, group, block_rows, n_block, n_split;
+    int pad_k, pad_v; // the dimensions, padded to 16; unless plain
+    int max_rows;     // query rows of a block, padded
+    bool split_tasks;
+    int32_t *blocks; // [n_block + 1], first row of each
+    float *workers;  // worker_floats for each worker
+    float *states;   // split_tasks: a state for each task
+    int64_t worker_floats, state_floats;
+
+    int first(int t) const { return op->window > 0 ? std::max(0, pos[t] - op->window + 1) : 0; }
+    attend_state state(float *p) const { return {p, p + max_rows, p + 2 * max_rows}; }
+};
+
+// What a worker has of its own.
+struct attend_space {
+    float *q, *s, *k, *v, *states; // q [max_rows, pad_k], or [max_rows / 16, dim_k, 16] when the rows are many
+    int *lo, *hi;                  // [max_rows], visible slots of the page
+};
+
+// Adds the weighted values of nq (1, 2 or 4) query rows, together when all see the same slots.
+template <class T> static void attend_values(const attend_job &j, int nq, float *acc, const float *p, int step_q,
+                                             int step_i, const T *v, int64_t ld_v, const int *lo, const int *hi) {
+    const bool same = std::count(lo, lo + nq, *lo) == nq && std::count(hi, hi + nq, *hi) == nq;
+    for (int a = 0; a < (same ? 1 : nq); a++)
+        if (lo[a] < hi[a])
+            page_values(j.be->level, same ? nq : 1, acc + int64_t(a) * j.pad_v, p + a * step_q, step_q, step_i, v, ld_v,
+                        lo[a], hi[a], j.pad_v);
+}
+
+// One page for n query rows, of which some see slots in [begin, end), reading its f16 rows where they are.
+static void attend_direct(const attend_job &j, const attend_space &w, int n, int begin, int end, const uint16_t *k,
+                          int64_t ld_k, const uint16_t *v, int64_t ld_v, attend_state st) {
+    const cpu_level level = j.be->level;
+    for (int r = 0, nq; r < n; r += nq) {
+        nq = level == CPU_PLAIN ? 1 : n - r >= 4 ? 4 : n - r >= 2 ? 2 : 1;
+        page_dots(level, nq, w.s + begin, w.q + int64_t(r) * j.pad_k, k + begin * ld_k, ld_k, end - begin, j.op->dim_k);
+        for (int i = r; i < r + nq; i++)
+            if (float a; w.lo[i] < w.hi[i]) {
+                cpu_at<softmax_body>(level, w.s + (i - r) * PAGE_TOKENS, w.lo[i], w.hi[i], j.op->scale, j.op->softcap,
+                                     st.m + i, st.l + i, &a);
+                cpu_at<scale_body>(level, st.acc + int64_t(i) * j.pad_v, a, j.pad_v);
+            }
+        attend_values(j, nq, st.acc + int64_t(r) * j.pad_v, w.s, PAGE_TOKENS, 1, v, ld_v, w.lo + r, w.hi + r);
+    }
+}
+
+#if defined(__x86_64__)
+// One page for many query rows, its slots [begin, end) widened.
+static void attend_wide(const attend_job &j, const attend_space &w, int n, int begin, int end, const float *v,
+                        int64_t ld_v, attend_state st) {
+    const cpu_level level = j.be->level;
+    for (int r = 0, left; r < n; r += 16) {
+        left = std::min(n - r, 16);
+        float a[16], *s = w.s + r / 16 % 2 * 16 * PAGE_TOKENS;
+        const float *q = w.q + int64_t(r) * j.op->dim_k, *k = w.k + int64_t(begin) * j.pad_k;
+        if (level == CPU_AVX2)
+            avx2_wide_dots(s + begin * 16, q, k, j.pad_k, end - begin, j.op->dim_k);
+        else if (r % 32 == 0) // this group and the next
+            (n - r > 16 ? avx512_wide_dots<2> : avx512_wide_dots<1>)(s + begin * 16, q, k, j.pad_k, end - begin,
+                                                                     j.op->dim_k);
+        cpu_at<softmax_wide_body>(level, s, w.lo + r, w.hi + r, begin, end, j.op->scale, j.op->softcap, st.m + r,
+                                  st.l + r, a);
+        for (int i = 0; i < left; i++)
+            cpu_at<scale_body>(level, st.acc + int64_t(r + i) * j.pad_v, a[i], j.pad_v);
+        for (int i = 0, nq; i < left; i += nq) {
+            nq = left - i >= 4 ? 4 : left - i >= 2 ? 2 : 1;
+            attend_values(j, nq, st.acc + int64_t(r + i) * j.pad_v, s + i, 1, 16, v, ld_v, w.lo + r + i, w.hi + r + i);
+        }
+    }
+}
+#endif
+
+// Rows [t0, t1) with the heads of one KV head, over the pages of one split.
+static void attend_split(const attend_job &j, const attend_space &w, int t0, int t1, int kv, int split, bool direct,
+                         attend_state st) {
+    const attend_op *op = j.op;
+    const int n = (t1 - t0) * j.group, padded = (n + 15) & ~15;
+    std::fill(st.m, st.m + padded, -INFINITY);
+    std::fill(st.l, st.l + padded, 0.0f);
+    std::fill(st.acc, st.acc + int64_t(n) * j.pad_v, 0.0f);
+    int from = INT_MAX, to = -1; // positions that any row sees
+    for (int t = t0; t < t1; t++)
+        from = std::min(from, j.first(t)), to = std::max(to, j.pos[t]);
+    const int last = std::min(to / PAGE_TOKENS, (split + 1) * SPLIT_PAGES - 1);
+    for (int page = std::max(from / PAGE_TOKENS, split * SPLIT_PAGES); page <= last; page++) {
+        const int base = page * PAGE_TOKENS;
+        std::fill(w.lo + n, w.lo + padded, 0);
+        std::fill(w.hi + n, w.hi + padded, 0);
+        for (int r = 0; r < n; r++) {
+            const int t = t0 + r / j.group;
+            w.lo[r] = std::max(j.first(t) - base, 0), w.hi[r] = std::min(j.pos[t] + 1 - base, int(PAGE_TOKENS));
+        }
+        const int64_t id = j.table[int64_t(j.seq[t0]) * j.table_len + page];
+        const uint8_t *rows = at<uint8_t>(j.sg->pool) + uint64_t(id) * j.sg->page_bytes;
+        const uint16_t *k = (const uint16_t *)(rows + j.sg->k_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->k_row_bytes);
+        const uint16_t *v = (const uint16_t *)(rows + j.sg->v_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->v_row_bytes);
+        const int64_t ld_k = int64_t(j.sg->k_row_bytes / 2), ld_v = int64_t(j.sg->v_row_bytes / 2);
+        const int begin = std::max(from - base, 0) & ~15, end = std::min((to - base + 16) & ~15, int(PAGE_TOKENS));
+        if (direct) {
+            attend_direct(j, w, n, begin, end, k, ld_k, op->shared ? k : v, op->shared ? ld_k : ld_v, st);
+            continue;
+        }
+#if defined(__x86_64__)
+        for (int64_t i = begin; i < end; i++) {
+            avx2_widen(w.k + i * j.pad_k, k + i * ld_k, op->dim_k);
+            if (!op->shared)
+                avx2_widen(w.v + i * j.pad_v, v + i * ld_v, op->dim_v);
+        }
+        attend_wide(j, w, n, begin, end, op->shared ? w.k : w.v, op->shared ? j.pad_k : j.pad_v, st);
+#endif
+    }
+}
+
+static void attend_merge(const attend_job &j, int n, attend_state total, attend_state part) {
+    for (int r = 0; r < n; r++)
+        cpu_at<merge_body>(j.be->level, total.m + r, total.l + r, total.acc + int64_t(r) * j.pad_v, part.m[r],
+                           part.l[r], part.acc + int64_t(r) * j.pad_v, j.pad_v);
+}
+
+static void attend_finish(const attend_job &j, int t0, int t1, int kv, attend_state total) {
+    for (int r = 0; r < (t1 - t0) * j.group; r++) {
+        const int64_t t = t0 + r / j.group, h = kv * j.group + r % j.group;
+        cpu_at<finish_body>(j.be->level, j.y + t * j.op->ld_y + h * j.op->dim_v, total.m[r], total.l[r],
+                            total.acc + int64_t(r) * j.pad_v, j.sinks ? j.sinks + h : nullptr, j.op->dim_v);
+    }
+}
+
+static void attend_task(const attend_job &j, int64_t task, int worker) {
+    const int64_t pair = j.split_tasks ? task / j.n_split : task;
+    const int block = j.n_block - 1 - int(pair / j.op->n_head_kv), kv = int(pair % j.op->n_head_kv); // long rows first
+    const int t0 = j.blocks[block], t1 = j.blocks[block + 1], n = (t1 - t0) * j.group, dim = j.op->dim_k;
+    const bool direct = j.be->level == CPU_PLAIN || (n <= DIRECT_ROWS && dim == j.pad_k && j.op->dim_v == j.pad_v);
+    attend_space w;
+    w.q = j.workers + worker * j.worker_floats;
+    w.s = w.q + int64_t(j.max_rows) * j.pad_k;
+    w.k = w.s + 32 * PAGE_TOKENS;
+    w.v = w.k + int64_t(PAGE_TOKENS) * j.pad_k;
+    w.states = w.v + int64_t(PAGE_TOKENS) * j.pad_v;
+    w.lo = (int *)(w.states + 2 * j.state_floats), w.hi = w.lo + j.max_rows;
+    for (int r = 0; r < (direct ? n : (n + 15) & ~15); r++) {
+        const int64_t t = t0 + r / j.group, h = kv * j.group + r % j.group;
+        const float *from = j.q + t * j.op->ld_q + h * dim;
+        float *to = direct ? w.q + int64_t(r) * j.pad_k : w.q + int64_t(r / 16) * dim * 16 + r % 16;
+        for (int d = 0; d < dim; d++)
+            to[direct ? d : d * 16] = r < n ? from[d] : 0.0f;
+    }
+    if (j.split_tasks)
+        return attend_split(j, w, t0, t1, kv, int(task % j.n_split), direct, j.state(j.states + task * j.state_floats));
+    const attend_state total = j.state(w.states), part = j.state(w.states + j.state_floats);
+    std::fill(total.l, total.l + n, 0.0f);
+    const int last = *std::max_element(j.pos + t0, j.pos + t1) / SPLIT_TOKENS;
+    for (int split = 0; split <= last; split++) {
+        attend_split(j, w, t0, t1, kv, split, direct, part);
+        attend_merge(j, n, total, part);
+    }
+    attend_finish(j, t0, t1, kv, total);
+}
+
+// Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
+static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
+    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
+        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+    attend_job j = {};
+    j.be = be, j.op = op, j.sg = sg, j.table_len = st->table_len;
+    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table);
+    j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
+    const int fill = be->level == CPU_PLAIN ? 0 : 15;
+    j.pad_k = (op->dim_k + fill) & ~fill, j.pad_v = (op->dim_v + fill) & ~fill, j.group = op->n_head / op->n_head_kv;
+    const int64_t fair = int64_t(op->n_rows) * op->n_head_kv / (2 * be->pool.size);
+    j.block_rows = int(std::max<int64_t>(1, std::min<int64_t>(ATTEND_ROWS / j.group, fair)));
+    j.max_rows = (j.block_rows * j.group + 15) & ~15;
+    int64_t work = 0;
+    for (int t = 0, rows = 0; t < op->n_rows; t++, rows++) {
+        if (t == 0 || rows == j.block_rows || j.seq[t] != j.seq[t - 1])
+            j.n_block++, rows = 0;
+        j.n_split = std::max(j.n_split, j.pos[t] / SPLIT_TOKENS + 1);
+        work += j.pos[t] + 1 - j.first(t);
+    }
+    const int64_t n_pair = int64_t(j.n_block) * op->n_head_kv;
+    j.split_tasks = j.n_split > 1 && n_pair < 4 * be->pool.size;
+    const int64_t n_task = j.split_tasks ? n_pair * j.n_split : n_pair, list_floats = (j.n_block + 16) & ~15;
+    j.state_floats = int64_t(j.max_rows) * (j.pad_v + 2);
+    j.worker_floats =
+        int64_t(j.max_rows) * (j.pad_k + 2) + int64_t(PAGE_TOKENS) * (32 + j.pad_k + j.pad_v) + 2 * j.state_floats;
+    const int64_t states_floats = j.split_tasks ? n_task * j.state_floats : 0;
+    float *scratch =
+        (float *)cpu_scratch(be, uint64_t(list_floats + states_floats + j.worker_floats * be->pool.size) * 4);
+    if (!scratch)
+        return;
+    j.blocks = (int32_t *)scratch, j.states = scratch + list_floats, j.workers = j.states + states_floats;
+    j.blocks[0] = 0, j.blocks[j.n_block] = op->n_rows;
+    for (int t = 1, b = 0; t < op->n_rows; t++)
+        if (t - j.blocks[b] == j.block_rows || j.seq[t] != j.seq[t - 1])
+            j.blocks[++b] = t;
+
+    const bool tiny = work * op->n_head * (j.pad_k + j.pad_v) < 65536; // not worth waking a thread
+    parallel(be->pool, n_task, tiny ? n_task : 1, [&](int64_t begin, int64_t end, int worker) {
+        for (int64_t i = begin; i < end; i++)
+            attend_task(j, i, worker);
+    });
+    if (j.split_tasks)
+        parallel(be->pool, n_pair, 1, [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; i++) {
+                float *states = j.states + i * j.n_split * j.state_floats;
+                const int block = j.n_block - 1 - int(i / op->n_head_kv), t0 = j.blocks[block],
+                          t1 = j.blocks[block + 1];
+                for (int split = 1; split < j.n_split; split++)
+                    attend_merge(j, (t1 - t0) * j.group, j.state(states), j.state(states + split * j.state_floats));
+                attend_finish(j, t0, t1, int(i % op->n_head_kv), j.state(states));
+            }
+        });
+}
+
+// ---- the table ----
+//
+// In the order of backend.h. What no supported architecture needs yet is null.
+
+static const backend_ops cpu_ops = {cpu_alloc, cpu_free, cpu_weights, cpu_put, cpu_get,  cpu_sync,   cpu_embed,
+                                    cpu_rows,  cpu_norm, cpu_matmul,  nullptr, cpu_rope, cpu_kv_put, cpu_attend,
+                                    cpu_glu,   cpu_add,  nullptr,     nullptr, nullptr,  nullptr,    nullptr,
+                                    nullptr,   nullptr,  nullptr,     nullptr, nullptr};
+
+// ---------------------------------------------------------------------------------------------------
+// 9. CACHE
+//
+// Pages of 128 tokens that hold the keys and values of all layers, and the table that makes a sequence of
+// pages out of them. Knows shapes, not models or tokens. Invariant: a page belongs to the pool's free list
+// or to exactly one table; appending and rewinding never allocate or move memory.
+// ---------------------------------------------------------------------------------------------------
+
+// Where the rows of each layer lie in a page: see struct seg. All layers are alike in today's models.
+struct page_layout {
+    uint64_t layer_bytes, page_bytes;
+    seg first; // layer 0; layer i lies i * layer_bytes further
+
+    seg of_layer(mem pool, int layer) const {
+        seg s = first;
+        s.pool = pool;
+        s.k_offset += uint64_t(layer) * layer_bytes;
+        s.v_offset += uint64_t(layer) * layer_bytes;
+        return s;
+    }
+};
+
+static page_layout make_page_layout(const hparams &hp, int type) {
+    const format &f = *find_format(type);
+    page_layout p = {};
+    p.first.type = type;
+    p.first.ratio = 1;
+    p.first.k_row_bytes = row_bytes(f, uint64_t(hp.dim_k));
+    p.first.v_row_bytes = row_bytes(f, uint64_t(hp.dim_v));
+    p.first.v_offset = uint64_t(hp.n_head_kv) * PAGE_TOKENS * p.first.k_row_bytes;
+    p.layer_bytes = p.first.v_offset + uint64_t(hp.n_head_kv) * PAGE_TOKENS * p.first.v_row_bytes;
+    p.page_bytes = p.layer_bytes * uint64_t(hp.n_layer);
+    p.first.page_bytes = p.page_bytes;
+    return p;
+}
+
+// Pages for one session and their table. The pool's address range is reserved once; a page costs memory when it is
+// first written.
+struct kv_cache {
+    page_layout layout = {};
+    buffer pool;
+    vector<int32_t> table; // pages of the sequence, in order
+    vector<int32_t> unused;
+
+    kv_cache() = default;
+    kv_cache(const page_layout &l, int n_ctx) : layout(l) {
+        const int n_pages = (n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS;
+        pool = buffer(size_t(n_pages) * l.page_bytes, "the KV cache");
+        table.reserve(size_t(n_pages));
+        for (int i = n_pages; i-- > 0;)
+            unused.push_back(i);
+    }
+    mem base() const { return {pool.data, 0}; }
+
+    // Makes room for n tokens in all, n at most what the cache was made for; gives back what lies beyond.
+    void resize(int64_t n) {
+        const size_t want = size_t((n + PAGE_TOKENS - 1) / PAGE_TOKENS);
+        while (table.size() < want) {
+            table.push_back(unused.back());
+            unused.pop_back();
+        }
+        while (table.size() > want) {
+            unused.push_back(table.back());
+            table.pop_back();
+        }
+    }
+    uint64_t bytes_used() const { return table.size() * layout.page_bytes; }
+};
+
+// ---------------------------------------------------------------------------------------------------
+// 10. FORWARD
+//
+// One walk through the layers, written once for all backends as calls through the operation table. Reads
+// flags, numbers and null handles; never the name of an architecture or a backend. Invariant: a row's
+// result depends on its own tokens only, not on what else is in the step.
+// ---------------------------------------------------------------------------------------------------
+
+// Memory for the rows of one step, shared by all sessions of a model, and the host side of the step block.
+struct work_area {
+    int max_rows = 0;
+    mem x = {}, normed = {}, q = {}, k = {}, v = {}, att = {}, gate = {}, up = {}; // float [max_rows, width of each]
+    mem tail = {};   // float [max_rows, n_embd]: rows whose logits are wanted
+    mem logits = {}; // float [OUT_ROWS, n_vocab]
+    step st = {};    // device side
+    vector<int32_t> token, pos, seq, out_row;
+    vector<float> rotary;
+
+    vector<mem *> all() {
+        return {&x,    &normed,   &q,      &k,      &v,          &att,       &gate,        &up,
+                &tail, &logits,   &st.token, &st.pos, &st.seq, &st.table, &st.out_row, &st.rotary[0]};
+    }
+};
+enum { OUT_ROWS = 32 }; // rows of logits computed at a time
+
+} // namespace
+
+// A model and everything that its sessions share.
+struct engine_model {
+    model_file file;
+    vocab voc;
+    std::unique_ptr<backend> be;
+    const backend_ops *ops = nullptr;
+    weights w;
+    page_layout layout = {};
+    work_area work;
+    std::mutex mutex; // held while the backend computes
+
+    engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
+        : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
+    ~engine_model() {
+        for (mem *to : work.all())
+            if (to->handle)
+                ops->free(be.get(), *to);
+    }
+
+    // Makes the work area large enough for `rows` rows and a page table of `table_len`.
+    void reserve(int rows, int table_len) {
+        const hparams &hp = w.hp;
+        const auto grow = [&](mem &to, uint64_t n_floats) {
+            if (to.handle)
+                ops->free(be.get(), to);
+            to = ops->alloc(be.get(), n_floats * 4);
+            if (!to.handle)
+                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill", double(n_floats) * 4 / (1 << 20));
+        };
+        if (rows > work.max_rows) {
+            work.max_rows = 0; // should an allocation fail, the next session tries again
+            const uint64_t r = uint64_t(rows), heads = uint64_t(hp.n_head), kv = uint64_t(hp.n_head_kv);
+            const uint64_t dk = uint64_t(hp.dim_k), dv = uint64_t(hp.dim_v);
+            grow(work.x, r * uint64_t(hp.n_embd));
+            grow(work.normed, r * uint64_t(hp.n_embd));
+            grow(work.tail, r * uint64_t(hp.n_embd));
+            grow(work.q, r * heads * std::max(dk, dv));
+            grow(work.k, r * kv * dk);
+            grow(work.v, r * kv * dv);
+            grow(work.att, r * heads * dv);
+            grow(work.gate, r * uint64_t(hp.n_ff));
+            grow(work.up, r * uint64_t(hp.n_ff));
+            grow(work.logits, uint64_t(OUT_ROWS) * uint64_t(hp.n_vocab));
+            for (mem *to : {&work.st.token, &work.st.pos, &work.st.seq, &work.st.out_row})
+                grow(*to, r);
+            grow(work.st.rotary[0], r * uint64_t(hp.n_rot));
+            work.max_rows = rows;
+        }
+        if (table_len > work.st.table_len) {
+            work.st.table_len = 0;
+            grow(work.st.table, uint64_t(table_len));
+            work.st.table_len = table_len;
+        }
+    }
+};
+
+namespace {
+
+// Uploads what this step's operations read: tokens, positions, page table, and the rotary rows, which the host computes
+// in double because a float angle of a late position has few digits left.
+static void put_step(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0, int out_from) {
+    work_area &wa = m.work;
+    const hparams &hp = m.w.hp;
+    const size_t n = size_t(n_rows), half = size_t(hp.n_rot) / 2;
+    wa.token.assign(tokens, tokens + n);
+    wa.seq.assign(n, 0);
+    wa.pos.resize(n);
+    wa.out_row.clear();
+    wa.rotary.resize(n * half * 2);
+    for (size_t t = 0; t < n; t++) {
+        wa.pos[t] = int32_t(pos0 + int64_t(t));
+        if (int(t) >= out_from)
+            wa.out_row.push_back(int32_t(t));
+        float *cs = &wa.rotary[t * half * 2];
+        for (size_t i = 0; i < half; i++) {
+            double s, c;
+            exact_sin_cos(double(wa.pos[t]) * m.w.freqs[i], &s, &c);
+            cs[2 * i] = float(c * double(hp.rope_scale));
+            cs[2 * i + 1] = float(s * double(hp.rope_scale));
+        }
+    }
+    const auto put = [&](mem to, const void *from, size_t count) { m.ops->put(m.be.get(), to, from, count * 4); };
+    put(wa.st.token, wa.token.data(), n);
+    put(wa.st.pos, wa.pos.data(), n);
+    put(wa.st.seq, wa.seq.data(), n);
+    put(wa.st.out_row, wa.out_row.data(), wa.out_row.size());
+    put(wa.st.table, cache.table.data(), cache.table.size());
+    put(wa.st.rotary[0], wa.rotary.data(), wa.rotary.size());
+}
+
+// The helper for every weight: y = W x (+ bias), or y += when `accumulate`.
+static void project(engine_model &m, mem y, const mat &w, mem bias, mem x, int n_rows, bool accumulate = false) {
+    matmul_op op = {};
+    op.n_rows = n_rows;
+    op.n_in = op.ld_x = w.n_in;
+    op.n_out = op.ld_y = w.n_out;
+    op.n_group = 1;
+    op.type = w.type;
+    op.accumulate = accumulate;
+    op.has_bias = bias.handle != nullptr;
+    m.ops->matmul(m.be.get(), &op, y, &w, x, bias);
+}
+
+// RMS norm over each of n_part parts of n values; y may be x.
+static void normalise(engine_model &m, mem y, mem x, mem weight, int n_rows, int n_part, int n) {
+    norm_op op = {};
+    op.n_rows = n_rows;
+    op.n_part = n_part;
+    op.n = n;
+    op.ld_x = op.ld_y = n_part * n;
+    op.weight_kind = 1;
+    op.eps = m.w.hp.eps;
+    m.ops->norm(m.be.get(), &op, y, x, weight);
+}
+
+static void rotate(engine_model &m, mem x, int n_rows, int n_head) {
+    const hparams &hp = m.w.hp;
+    rope_op op = {};
+    op.n_rows = n_rows;
+    op.n_head = n_head;
+    op.head_dim = hp.dim_k;
+    op.n_rot = hp.n_rot;
+    op.pairing = hp.pairing;
+    op.ld_x = n_head * hp.dim_k;
+    m.ops->rope(m.be.get(), &op, x, &m.work.st);
+}
+
+static void gather(engine_model &m, mem y, mem x, int n_rows, int n) {
+    rows_op op = {n_rows, n};
+    m.ops->rows(m.be.get(), &op, y, x, &m.work.st);
+}
+
+// Queries, keys and values of the step's rows; keys and values go into the cache.
+static void attention_inputs(engine_model &m, const layer &l, const seg &s, int n_rows) {
+    const hparams &hp = m.w.hp;
+    work_area &wa = m.work;
+    normalise(m, wa.normed, wa.x, l.attn_norm, n_rows, 1, hp.n_embd);
+    project(m, wa.q, l.wq, l.bq, wa.normed, n_rows);
+    project(m, wa.k, l.wk, l.bk, wa.normed, n_rows);
+    project(m, wa.v, l.wv, l.bv, wa.normed, n_rows);
+    if (l.q_norm.handle) {
+        normalise(m, wa.q, wa.q, l.q_norm, n_rows, hp.n_head, hp.dim_k);
+        normalise(m, wa.k, wa.k, l.k_norm, n_rows, hp.n_head_kv, hp.dim_k);
+    }
+    rotate(m, wa.q, n_rows, hp.n_head);
+    rotate(m, wa.k, n_rows, hp.n_head_kv);
+    kv_put_op put = {};
+    put.n_rows = n_rows;
+    put.n_head_kv = hp.n_head_kv;
+    put.dim_k = hp.dim_k;
+    put.dim_v = hp.dim_v;
+    put.type = s.type;
+    put.ld_k = hp.n_head_kv * hp.dim_k;
+    put.ld_v = hp.n_head_kv * hp.dim_v;
+    m.ops->kv_put(m.be.get(), &put, &s, wa.k, wa.v, &wa.st);
+}
+
+static void attend_rows(engine_model &m, const seg &s, int n_rows, int64_t n_tokens) {
+    const hparams &hp = m.w.hp;
+    attend_op op = {};
+    op.n_rows = n_rows;
+    op.n_head = hp.n_head;
+    op.n_head_kv = hp.n_head_kv;
+    op.dim_k = hp.dim_k;
+    op.dim_v = hp.dim_v;
+    op.n_seg = 1;
+    op.scale = hp.attn_scale;
+    for (op.bucket = PAGE_TOKENS; op.bucket < n_tokens;)
+        op.bucket *= 2;
+    op.ld_q = hp.n_head * hp.dim_k;
+    op.ld_y = hp.n_head * hp.dim_v;
+    const seg segs[2] = {s, {}};
+    m.ops->attend(m.be.get(), &op, m.work.att, m.work.q, segs, mem(), &m.work.st);
+}
+
+static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
+    const hparams &hp = m.w.hp;
+    work_area &wa = m.work;
+    normalise(m, wa.normed, x, l.ffn_norm, n_rows, 1, hp.n_embd);
+    project(m, wa.gate, l.gate, l.b_gate, wa.normed, n_rows);
+    project(m, wa.up, l.up, l.b_up, wa.normed, n_rows);
+    glu_op op = {};
+    op.n_rows = n_rows;
+    op.n = op.ld_gate = op.ld_up = op.ld_y = hp.n_ff;
+    op.kind = hp.glu;
+    m.ops->glu(m.be.get(), &op, wa.gate, wa.gate, wa.up);
+    project(m, x, l.down, l.b_down, wa.gate, n_rows, true);
+}
+
+// Evaluates tokens [n_rows] at positions pos0 … of the cache, which must have room. The final hidden states of rows
+// out_from … n_rows - 1 are left in work.tail. Returns false, with nothing lost, when `cancel` became true on the way.
+static bool forward(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0, int out_from,
+                    const std::atomic<bool> &cancel) {
+    const hparams &hp = m.w.hp;
+    work_area &wa = m.work;
+    put_step(m, cache, tokens, n_rows, pos0, out_from);
+    embed_op em = {};
+    em.n_rows = n_rows;
+    em.n = hp.n_embd;
+    em.type = m.w.embed.type;
+    em.scale = 1;
+    m.ops->embed(m.be.get(), &em, wa.x, &m.w.embed, &wa.st);
+    const int n_out = n_rows - out_from;
+    for (int i = 0; i < hp.n_layer; i++) {
+        if (cancel.load())
+            return false;
+        const layer &l = m.w.layers[size_t(i)];
+        const seg s = cache.layout.of_layer(cache.base(), i);
+        attention_inputs(m, l, s, n_rows);
+        const bool last = i + 1 == hp.n_layer;
+        if (last && n_out == 0)
+            break; // later rows need this layer's keys and values, and nothing else of it
+        attend_rows(m, s, n_rows, pos0 + n_rows);
+        if (last && n_out < n_rows) {
+            gather(m, wa.tail, wa.x, n_out, hp.n_embd);
+            gather(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
+            project(m, wa.tail, l.wo, l.bo, wa.q, n_out, true);
+            feed_forward(m, l, wa.tail, n_out);
+        } else {
+            project(m, wa.x, l.wo, l.bo, wa.att, n_rows, true);
+            feed_forward(m, l, wa.x, n_rows);
+        }
+    }
+    if (n_out == n_rows)
+        std::swap(wa.x, wa.tail);
+    return true;
+}
+
+// Logits of rows first … first + n - 1 of work.tail (n <= OUT_ROWS), into out [n, n_vocab].
+static void read_logits(engine_model &m, int first, int n, float *out) {
+    const hparams &hp = m.w.hp;
+    work_area &wa = m.work;
+    mem rows = wa.tail;
+    rows.offset += uint64_t(first) * uint64_t(hp.n_embd) * 4;
+    normalise(m, wa.normed, rows, m.w.out_norm, n, 1, hp.n_embd);
+    project(m, wa.logits, m.w.out, mem(), wa.normed, n);
+    m.ops->get(m.be.get(), out, wa.logits, uint64_t(n) * uint64_t(hp.n_vocab) * 4);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 11. SAMPLER
+//
+// From logits to a token: top-k, top-p, min-p, temperature, one draw. Knows numbers only. Invariant: the
+// choice depends on logits, settings, seed and position, and on nothing else; equal logits are ordered by
+// id; the vocabulary is never fully sorted.
+// ---------------------------------------------------------------------------------------------------
+
+struct candidate {
+    float logit;
+    int32_t id;
+    bool operator<(const candidate &o) const { return logit != o.logit ? logit < o.logit : id > o.id; } // worse than o
+};
+
+static int32_t best_id(const vector<float> &logits) {
+    return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+// log(sum(exp(logits)))
+static double log_sum_exp(const vector<float> &logits) {
+    const double best = double(*std::max_element(logits.begin(), logits.end()));
+    double sum = 0;
+    for (float l : logits)
+        sum += exact_exp(double(l) - best);
+    return best + exact_log(sum);
+}
+
+// A uniform number in [0, 1) from seed and position (splitmix64).
+static double draw(uint64_t seed, uint64_t position) {
+    uint64_t z = seed + 0x9e3779b97f4a7c15u * (position + 1);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+static double weight(float logit, float best, double temperature) {
+    return exact_exp(double(logit - best) / temperature);
+}
+
+// `pick` is room for the candidates, kept by the caller so that sampling does not allocate.
+static int32_t sample(const vector<float> &logits, const engine_sampling &opt, uint64_t position, vector<candidate> &pick) {
+    if (opt.temperature <= 0)
+        return best_id(logits);
+    const auto better = [](const candidate &a, const candidate &b) { return b < a; };
+    const float best = logits[size_t(best_id(logits))];
+    // p >= min_p * p_best, in terms of logits.
+    const double floor = opt.min_p > 0 ? double(best) + exact_log(double(opt.min_p)) : -HUGE_VAL;
+    const bool top_k = opt.top_k > 0 && size_t(opt.top_k) < logits.size();
+    const bool top_p = opt.top_p > 0 && opt.top_p < 1;
+    pick.clear();
+    for (size_t i = 0; i < logits.size(); i++)
+        if (top_k || double(logits[i]) >= floor) // what min-p will drop anyway need not be looked at
+            pick.push_back({logits[i], int32_t(i)});
+    if (top_k) {
+        const auto end = pick.begin() + opt.top_k;
+        std::nth_element(pick.begin(), end, pick.end(), better);
+        pick.erase(end, pick.end());
+        std::sort(pick.begin(), pick.end(), better);
+    }
+    if (top_p) { // the fewest of the best that cover top_p of what top-k left
+        double total = 0, mass = 0;
+        if (top_k)
+            for (const candidate &c : pick)
+                total += weight(c.logit, best, 1);
+        else
+            for (float l : logits)
+                total += weight(l, best, 1);
+        size_t n = 0;
+        if (!top_k)
+            std::make_heap(pick.begin(), pick.end());
+        while (n < pick.size() && mass < double(opt.top_p) * total) {
+            if (!top_k) // the best of the rest moves behind the heap's end
+                std::pop_heap(pick.begin(), pick.end() - std::ptrdiff_t(n));
+            n++;
+            mass += weight((top_k ? pick[n - 1] : pick[pick.size() - n]).logit, best, 1);
+        }
+        if (!top_k)
+            std::reverse(pick.begin(), pick.end());
+        pick.resize(n);
+    }
+    pick.erase(std::remove_if(pick.begin(), pick.end(), [&](const candidate &c) { return double(c.logit) < floor; }),
+               pick.end());
+    double total = 0;
+    for (const candidate &c : pick)
+        total += weight(c.logit, best, double(opt.temperature));
+    double target = draw(opt.seed, position) * total;
+    for (const candidate &c : pick)
+        if ((target -= weight(c.logit, best, double(opt.temperature))) < 0)
+            return c.id;
+    return pick.front().id;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 12. SESSION
+//
+// One timeline of tokens on a model: what is evaluated, what is pending, the logits of its end, and the
+// loop that generates text. Returns ENGINE_E* codes instead of throwing. Invariant: the cache holds exactly
+// the rows of tokens[0, n_done); the logits, when present, belong to position n_done - 1.
+// ---------------------------------------------------------------------------------------------------
+
+} // namespace
+
+struct engine_session {
+    engine_model &model;
+    const int n_ctx, chunk;
+    kv_cache cache;
+    vector<int32_t> tokens; // the timeline
+    int64_t n_done = 0;     // of these, evaluated
+    bool have_logits = false;
+    vector<float> logits;   // [n_vocab]
+    vector<candidate> pick; // the sampler's room
+    std::atomic<bool> cancel{false};
+    engine_progress_fn progress = nullptr;
+    void *progress_user = nullptr;
+    engine_session_stats stats = {};
+    vector<float> itl; // seconds of the last decode steps, a ring of ITL_STEPS
+
+    engine_session(engine_model &m, int ctx, int rows)
+        : model(m), n_ctx(ctx), chunk(rows), cache(m.layout, ctx), logits(size_t(m.w.hp.n_vocab)) {
+        tokens.reserve(size_t(ctx));
+        pick.reserve(logits.size());
+        itl.reserve(ITL_STEPS);
+    }
+    enum { ITL_STEPS = 4096 };
+};
+
+namespace {
+
+static bool all_finite(const float *x, size_t n) {
+    uint32_t most = 0; // the largest magnitude, as bits: infinity and NaN lie above every finite number
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        most = std::max(most, bits & 0x7fffffffu);
+    }
+    return most < 0x7f800000u;
+}
+
+// Passes the logits of the n rows that forward left in the work area to fn, in order.
+static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *user, int64_t first) {
+    engine_model &m = s.model;
+    const size_t width = s.logits.size();
+    vector<float> rows(size_t(std::min(n, int(OUT_ROWS))) * width);
+    for (int r = 0; r < n; r += OUT_ROWS) {
+        const int count = std::min(n - r, int(OUT_ROWS));
+        read_logits(m, r, count, rows.data());
+        if (m.ops->sync(m.be.get()))
+            return ENGINE_EINTERNAL;
+        for (int i = 0; i < count; i++) {
+            const float *row = &rows[size_t(i) * width];
+            if (!all_finite(row, width))
+                return ENGINE_ENUMERIC;
+            std::copy(row, row + width, s.logits.begin());
+            if (fn(user, size_t(first + r + i), row))
+                return ENGINE_ECANCELLED;
+        }
+    }
+    return ENGINE_OK;
+}
+
+// Evaluates the pending tokens, chunk by chunk. With fn the logits of every row go to it, else only the last row's are kept.
+static int evaluate(engine_session &s, engine_logits_fn fn = nullptr, void *user = nullptr) {
+    engine_model &m = s.model;
+    const int64_t first = s.n_done, total = int64_t(s.tokens.size());
+    while (s.n_done < total) {
+        const int n = int(std::min<int64_t>(s.chunk, total - s.n_done));
+        const bool last = s.n_done + n == total;
+        const int out_from = fn ? 0 : last ? n - 1 : n;
+        s.have_logits = false;
+        {
+            std::lock_guard<std::mutex> lock(m.mutex);
+            s.cache.resize(s.n_done + n);
+            if (!forward(m, s.cache, &s.tokens[size_t(s.n_done)], n, s.n_done, out_from, s.cancel)) {
+                s.cancel = false;
+                return ENGINE_ECANCELLED;
+            }
+            if (fn) {
+                if (const int code = visit_logits(s, n, fn, user, s.n_done - first))
+                    return code;
+            } else if (last) {
+                read_logits(m, 0, 1, s.logits.data());
+            }
+            if (m.ops->sync(m.be.get()))
+                return ENGINE_EINTERNAL;
+        }
+        s.n_done += n;
+        if (last && !all_finite(s.logits.data(), s.logits.size()))
+            return ENGINE_ENUMERIC;
+        s.have_logits = last;
+        if (s.progress && s.progress(s.progress_user, s.n_done - first, total - first))
+            return ENGINE_ECANCELLED;
+    }
+    return ENGINE_OK;
+}
+
+// Shortens the timeline. The logits go, unless they are those of its end.
+static void truncate(engine_session &s, size_t n) {
+    if (n < s.tokens.size())
+        s.tokens.resize(n);
+    if (s.n_done > int64_t(n)) {
+        s.n_done = int64_t(n);
+        s.have_logits = false;
+        s.cache.resize(s.n_done);
+    }
+}
+
+// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending token is
+// a decode step and counts as one.
+static int settle(engine_session &s) {
+    if (s.tokens.empty())
+        return ENGINE_EINVAL;
+    if (s.n_done == int64_t(s.tokens.size()) && !s.have_logits)
+        s.n_done--;
+    const bool step = int64_t(s.tokens.size()) - s.n_done == 1;
+    if (s.n_done == int64_t(s.tokens.size()))
+        return ENGINE_OK;
+    const double start = now_seconds();
+    if (const int code = evaluate(s)) {
+        truncate(s, size_t(s.n_done));
+        return code;
+    }
+    if (step) {
+        const double seconds = now_seconds() - start;
+        if (s.itl.size() < engine_session::ITL_STEPS)
+            s.itl.push_back(float(seconds));
+        else
+            s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
+        s.stats.decode_tokens++;
+        s.stats.decode_seconds += seconds;
+        s.stats.decode_bytes += s.model.w.decode_bytes +
+                                s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
+    }
+    return ENGINE_OK;
+}
+
+// Text on its way out: whole characters only, and nothing that may still turn out to be the start of a stop string.
+struct text_gate {
+    const engine_generate_options &opt;
+    engine_text_fn fn;
+    void *user;
+    utf8_gate utf8;
+    string held;
+    const char *stop = nullptr; // the string that was met
+
+    // Returns false when generation must end: a stop string was met, or the callback asked for it.
+    bool push(string_view bytes) { return settle_text(utf8.push(bytes), false); }
+    bool finish() { return stop || settle_text(utf8.finish(), true); }
+
+  private:
+    bool emit(size_t n) {
+        const bool go_on = n == 0 || !fn || fn(user, held.data(), n) == 0;
+        held.erase(0, n);
+        return go_on;
+    }
+    bool settle_text(const string &text, bool last) {
+        held += text;
+        size_t first = string::npos, keep = 0;
+        for (size_t i = 0; i < opt.n_stops; i++) {
+            const string_view s = opt.stops[i];
+            const size_t found = held.find(s);
+            if (found < first)
+                first = found, stop = opt.stops[i];
+            for (size_t n = std::min(s.size() - 1, held.size()); n > keep; n--)
+                if (string_view(held).substr(held.size() - n) == s.substr(0, n))
+                    keep = n;
+        }
+        if (stop) {
+            emit(first);
+            held.clear();
+            return false;
+        }
+        return emit(last ? held.size() : held.size() - keep);
+    }
+};
+
+static int generate(engine_session &s, const engine_generate_options &opt, engine_text_fn fn, void *user,
+                    engine_result &result) {
+    text_gate out{opt, fn, user, {}, {}, nullptr};
+    result.reason = -1;
+    while (result.reason < 0) {
+        int code = settle(s);
+        if (code == ENGINE_OK && s.cancel.exchange(false))
+            code = ENGINE_ECANCELLED;
+        if (code) {
+            out.finish();
+            return code;
+        }
+        if (int64_t(s.tokens.size()) >= s.n_ctx) {
+            result.reason = ENGINE_STOP_CONTEXT;
+            break;
+        }
+        const int32_t id = sample(s.logits, opt.sampling, s.tokens.size(), s.pick);
+        s.tokens.push_back(id);
+        result.n_tokens++;
+        if (is_end(s.model.voc, id) && !opt.ignore_end)
+            result.reason = ENGINE_STOP_END;
+        else if (!out.push(token_bytes(s.model.voc, id, false)))
+            result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+        else if (result.n_tokens == opt.max_tokens)
+            result.reason = ENGINE_STOP_LENGTH;
+    }
+    if (result.reason != ENGINE_STOP_CALLBACK && !out.finish())
+        result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+    result.stop = out.stop;
+    return ENGINE_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// 13. API
+//
+// The functions of engine.h: arguments are checked here, and the one place where exceptions become error
+// codes is `guarded`. Knows every chapter, adds no behaviour of its own. Invariant: nothing is thrown
+// across the C boundary, and an error leaves the session usable.
+// ---------------------------------------------------------------------------------------------------
+
+static int set_error(engine_error *err, int code, const string &msg) {
+    if (err) {
+        err->code = code;
+        size_t n = std::min(msg.size(), sizeof err->msg - 1);
+        while (n < msg.size() && n > 0 && (uint8_t(msg[n]) & 0xc0) == 0x80) // not in the middle of a character
+            n--;
+        memcpy(err->msg, msg.data(), n);
+        err->msg[n] = 0;
+    }
+    return code;
+}
+
+template <class F> static int guarded(engine_error *err, F &&body) {
+    try {
+        fp_mode mode;
+        return body();
+    } catch (const Error &e) {
+        return set_error(err, e.code, e.msg);
+    } catch (const std::bad_alloc &) {
+        return set_error(err, ENGINE_ENOMEM, "out of memory");
+    } catch (const std::exception &e) {
+        return set_error(err, ENGINE_EINTERNAL, strf("internal error: %s", e.what()));
+    }
+}
+
+// The caller's option struct as this version knows it: fields that an older caller does not have are zero.
+template <class T> static T options(const T *given, const char *what) {
+    T opt = {};
+    if (given) {
+        const size_t size = given->size ? given->size : sizeof opt;
+        if (size < sizeof(size_t) || size > 65536)
+            fail(ENGINE_EINVAL, "%s.size is %zu, expected sizeof(%s)", what, given->size, what);
+        memcpy(&opt, given, std::min(size, sizeof opt));
+    }
+    return opt;
+}
+
+static void check_range(const char *what, int64_t value, int64_t lo, int64_t hi) {
+    if (value < lo || value > hi)
+        fail(ENGINE_EINVAL, "%s is %lld, expected %lld to %lld", what, (long long)value, (long long)lo, (long long)hi);
+}
+static void check_pointer(const char *what, const void *p) {
+    if (!p)
+        fail(ENGINE_EINVAL, "%s is NULL", what);
+}
+static string_view text_view(const char *text, size_t len) {
+    if (!text && len && len != size_t(-1))
+        fail(ENGINE_EINVAL, "text is NULL");
+    return text ? string_view(text, len == size_t(-1) ? strlen(text) : len) : string_view();
+}
+
+// snprintf's contract, for text and for tokens.
+static int give_text(string_view s, char *out, size_t cap) {
+    if (s.size() > INT_MAX)
+        fail(ENGINE_ENOMEM, "%zu bytes of text are more than one call can return", s.size());
+    if (cap && out) {
+        const size_t n = std::min(s.size(), cap - 1);
+        memcpy(out, s.data(), n);
+        out[n] = 0;
+    }
+    return int(s.size());
+}
+static int give_tokens(const vector<int32_t> &v, int32_t *ids, size_t cap) {
+    if (v.size() > INT_MAX)
+        fail(ENGINE_ENOMEM, "%zu tokens are more than one call can return", v.size());
+    if (ids)
+        std::copy(v.begin(), v.begin() + std::ptrdiff_t(std::min(cap, v.size())), ids);
+    return int(v.size());
+}
+static void copy_name(char *out, size_t cap, string_view s) { snprintf(out, cap, "%.*s", int(std::min(s.size(), cap)), s.data()); }
+
+// Cores that this process may use: its affinity mask, and a container's quota.
+static int usable_cores() {
+    int n = int(std::thread::hardware_concurrency());
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        n = CPU_COUNT(&set);
+    if (FILE *f = fopen("/sys/fs/cgroup/cpu.max", "r")) {
+        long long quota, period;
+        if (fscanf(f, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)
+            n = std::min<int>(n, int(std::max(1LL, quota / period)));
+        fclose(f);
+    }
+#endif
+    return std::min(std::max(n, 1), 512);
+}
+
+static int64_t physical_memory() { return int64_t(sysconf(_SC_PHYS_PAGES)) * int64_t(sysconf(_SC_PAGESIZE)); }
+
+// "Q4_K 61% Q6_K 38% F32 1%": formats by their share of the bytes.
+static string describe_types(const model_file &f) {
+    vector<std::pair<uint64_t, int>> share; // bytes, type
+    uint64_t total = 0;
+    for (const tensor_info &t : f.tensors) {
+        if (!find_format(t.type))
+            continue;
+        auto it = std::find_if(share.begin(), share.end(), [&](const auto &s) { return s.second == t.type; });
+        if (it == share.end())
+            it = share.insert(share.end(), {0, t.type});
+        it->first += t.bytes;
+        total += t.bytes;
+    }
+    std::sort(share.rbegin(), share.rend());
+    string out;
+    for (const auto &s : share)
+        out += strf("%s%s %.0f%%", out.empty() ? "" : " ", find_format(s.second)->name, 100.0 * double(s.first) / double(total));
+    return out;
+}
+
+// "matmul(IQ4_XS)": what runs without a kernel of its own on this processor.
+static string describe_generic_ops(const engine_model &m) {
+    string out;
+    vector<int> seen;
+    for (const tensor_info &t : m.file.tensors)
+        if (t.n_dims > 1 && find_format(t.type) && std::find(seen.begin(), seen.end(), t.type) == seen.end()) {
+            seen.push_back(t.type);
+            if (!strcmp(cpu_matmul_path(t.type, m.be->level), "plain"))
+                out += strf("%smatmul(%s)", out.empty() ? "" : " ", find_format(t.type)->name);
+        }
+    return out;
+}
+
+static string backend_name(cpu_level level) {
+    return strf("cpu %s", level == CPU_AVX512 ? "avx512" : level == CPU_AVX2 ? "avx2" : "plain");
+}
+
+static string_view piece_text(const vocab &v, int32_t id) {
+    return id < 0 ? string_view() : token_bytes(v, id, true);
+}
+
+static void check_tokens(const engine_session &s, const int32_t *ids, size_t n, size_t before) {
+    if (n)
+        check_pointer("ids", ids);
+    if (n > size_t(s.n_ctx) || before + n > size_t(s.n_ctx))
+        fail(ENGINE_ECONTEXT, "%zu tokens exceeds the available context size of %d tokens", before + n, s.n_ctx);
+    for (size_t i = 0; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= s.model.voc.n)
+            fail(ENGINE_EINVAL, "ids[%zu] is %d, expected 0 to %d", i, int(ids[i]), s.model.voc.n - 1);
+}
+
+// Turns a code of chapter SESSION into an Error with words.
+static void check_code(engine_session &s, int code) {
+    if (code == ENGINE_OK)
+        return;
+    if (code == ENGINE_ECANCELLED)
+        fail(code, "cancelled after %lld tokens", (long long)s.n_done);
+    if (code == ENGINE_ENUMERIC)
+        fail(code, "%s: the logits after token %zu are not finite: the file or its quantization is damaged",
+             s.model.file.path.c_str(), s.tokens.size());
+    if (code == ENGINE_EINVAL)
+        fail(code, "the timeline is empty");
+    const char *why = s.model.be->error;
+    fail(code, "%s", why ? why : "the backend failed");
+}
+
+// Evaluates the timeline's pending part as a prefill; on failure it ends where evaluation did.
+static void prefill(engine_session &s) {
+    const int code = evaluate(s);
+    if (code)
+        truncate(s, size_t(s.n_done));
+    check_code(s, code);
+}
+
+} // namespace
+
+void engine_set_log(engine_log_fn fn, void *user) {
+    log_fn.store(nullptr);
+    log_user.store(user);
+    log_fn.store(fn);
+}
+
+const char *engine_version(void) { return ENGINE_VERSION; }
+
+int engine_backends(char *out, size_t cap) {
+    return guarded(nullptr, [&] { return give_text(backend_name(cpu_detect()), out, cap); });
+}
+
+int engine_open(engine_model **out, const char *path, const engine_open_options *given, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("out", out);
+        *out = nullptr;
+        check_pointer("path", path);
+        const auto opt = options(given, "engine_open_options");
+        check_range("threads", opt.threads, 0, 512);
+        model_file file = open_model_file(path, opt.no_mmap != 0);
+        vocab voc = load_vocab(file);
+        std::unique_ptr<engine_model> m(new engine_model(std::move(file), std::move(voc),
+                                                         opt.threads ? opt.threads : usable_cores(), &cpu_ops));
+        m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
+        m->layout = make_page_layout(m->w.hp, TYPE_F16);
+        *out = m.release();
+        return ENGINE_OK;
+    });
+}
+
+void engine_close(engine_model *model) { delete model; }
+
+int engine_info(const engine_model *model, engine_model_info *info, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        check_pointer("info", info);
+        const engine_model &m = *model;
+        const hparams &hp = m.w.hp;
+        engine_model_info r = {};
+        const size_t slash = m.file.path.find_last_of('/');
+        copy_name(r.name, sizeof r.name, m.file.get_string("general.name", string_view(m.file.path).substr(slash + 1)));
+        copy_name(r.arch, sizeof r.arch, m.file.get_string("general.architecture", ""));
+        copy_name(r.tokenizer, sizeof r.tokenizer, m.voc.describe);
+        copy_name(r.types, sizeof r.types, describe_types(m.file));
+        copy_name(r.backend, sizeof r.backend, backend_name(m.be->level));
+        copy_name(r.generic_ops, sizeof r.generic_ops, describe_generic_ops(m));
+        for (const tensor_info &t : m.file.tensors) {
+            r.n_params += int64_t(t.dims[0] * t.dims[1] * t.dims[2] * t.dims[3]);
+            r.weight_bytes += int64_t(t.bytes);
+        }
+        r.decode_bytes = m.w.decode_bytes;
+        r.kv_token_bytes = int64_t(m.layout.page_bytes / PAGE_TOKENS);
+        r.n_vocab = hp.n_vocab, r.n_layer = hp.n_layer, r.n_embd = hp.n_embd, r.n_head = hp.n_head;
+        r.n_head_kv = hp.n_head_kv, r.head_dim = hp.dim_k, r.n_ff = hp.n_ff, r.n_ctx_train = hp.n_ctx_train;
+        r.threads = m.be->pool.size;
+        r.has_template = m.file.meta("tokenizer.chat_template") != nullptr;
+        r.bos = m.voc.bos, r.eos = m.voc.eos, r.add_bos = m.voc.add_bos;
+        const size_t size = info->size ? info->size : sizeof r;
+        check_range("engine_model_info.size", int64_t(size), sizeof(size_t), 65536);
+        r.size = size;
+        memcpy(info, &r, std::min(size, sizeof r));
+        return ENGINE_OK;
+    });
+}
+
+int engine_meta(const engine_model *model, const char *key, char *out, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        if (key) {
+            const meta_value *v = model->file.meta(key);
+            if (!v)
+                fail(ENGINE_EINVAL, "%s: no such key: %s", model->file.path.c_str(), show(key).c_str());
+            return give_text(meta_text(*v), out, cap);
+        }
+        string all;
+        for (const meta_value &v : model->file.keys)
+            all += string(v.key) + " = " + meta_text(v) + "\n";
+        return give_text(all, out, cap);
+    });
+}
+
+int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        check_range("flags", flags, 0, ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL);
+        const vocab &v = model->voc;
+        vector<int32_t> all;
+        if ((flags & ENGINE_ADD_BOS) && v.add_bos && v.bos >= 0)
+            all.push_back(v.bos);
+        tokenize(v, text_view(text, len), (flags & ENGINE_PARSE_SPECIAL) != 0, nullptr, all);
+        if ((flags & ENGINE_ADD_BOS) && v.add_eos && v.eos >= 0)
+            all.push_back(v.eos);
+        return give_tokens(all, ids, cap);
+    });
+}
+
+int engine_piece(const engine_model *model, int32_t id, int special, char *out, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        check_range("id", id, 0, model->voc.n - 1);
+        return give_text(token_bytes(model->voc, id, special != 0), out, cap);
+    });
+}
+
+int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        if (n)
+            check_pointer("ids", ids);
+        for (size_t i = 0; i < n; i++)
+            check_range("an id", ids[i], 0, model->voc.n - 1);
+        utf8_gate gate;
+        string text = gate.push(detokenize(model->voc, ids, n, special != 0));
+        text += gate.finish();
+        return give_text(text, out, cap);
+    });
+}
+
+int engine_token_is_end(const engine_model *model, int32_t id) {
+    return model && id >= 0 && id < model->voc.n && is_end(model->voc, id);
+}
+
+int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n, int add_generation_prompt,
+                       int32_t *ids, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        if (n)
+            check_pointer("messages", messages);
+        const engine_model &m = *model;
+        if (!m.file.meta("tokenizer.chat_template"))
+            fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text", m.file.path.c_str());
+        vector<chat_message> list;
+        for (size_t i = 0; i < n; i++) {
+            check_pointer("a message's role", messages[i].role);
+            check_pointer("a message's content", messages[i].content);
+            list.push_back({messages[i].role, messages[i].content});
+        }
+        const chat_text chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
+                                               piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+        vector<int32_t> all;
+        tokenize(m.voc, chat.text, true, reinterpret_cast<const uint8_t *>(chat.literal.data()), all);
+        return give_tokens(all, ids, cap);
+    });
+}
+
+int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *given, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("out", out);
+        *out = nullptr;
+        check_pointer("model", model);
+        const auto opt = options(given, "engine_session_options");
+        check_range("n_ctx", opt.n_ctx, 0, 1 << 28);
+        check_range("chunk", opt.chunk, 0, 4096);
+        const int64_t memory = physical_memory(), page_bytes = int64_t(model->layout.page_bytes);
+        int64_t n_ctx = opt.n_ctx ? opt.n_ctx : model->w.hp.n_ctx_train;
+        const int64_t fits = memory / 2 / page_bytes * PAGE_TOKENS;
+        if (!opt.n_ctx && n_ctx > fits && fits > 0) {
+            log_msg(ENGINE_LOG_WARN, "context of %lld tokens instead of %lld: the KV cache may take half of this machine's memory",
+                    (long long)fits, (long long)n_ctx);
+            n_ctx = fits;
+        } else if ((n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS > memory / page_bytes) {
+            fail(ENGINE_ENOMEM, "a context of %lld tokens needs %.1f GiB of KV cache, this machine has %.1f GiB of memory", (long long)n_ctx,
+                 double(n_ctx) / int(PAGE_TOKENS) * double(page_bytes) / (1 << 30), double(memory) / (1 << 30));
+        }
+        if (n_ctx > model->w.hp.n_ctx_train)
+            log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)n_ctx, model->w.hp.n_ctx_train);
+        const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
+        std::unique_ptr<engine_session> s(new engine_session(*model, int(n_ctx), chunk));
+        {
+            std::lock_guard<std::mutex> lock(model->mutex);
+            model->reserve(chunk, int((n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS));
+        }
+        *out = s.release();
+        return ENGINE_OK;
+    });
+}
+
+void engine_session_free(engine_session *session) { delete session; }
+
+int engine_session_ctx(const engine_session *session) { return session ? session->n_ctx : ENGINE_EINVAL; }
+
+int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        engine_session &s = *session;
+        check_tokens(s, ids, n, 0);
+        const double start = now_seconds();
+        size_t same = 0;
+        while (same < n && same < size_t(s.n_done) && s.tokens[same] == ids[same])
+            same++;
+        truncate(s, same);
+        s.tokens.assign(ids, ids + n);
+        if (n && same == n && !s.have_logits) // the end's logits are gone: its last token is evaluated again
+            truncate(s, --same), s.tokens.push_back(ids[n - 1]);
+        s.stats = {};
+        s.itl.clear();
+        s.stats.prompt_tokens = int64_t(n);
+        s.stats.reused_tokens = int64_t(same);
+        prefill(s);
+        s.stats.prefill_seconds = now_seconds() - start;
+        return int(same);
+    });
+}
+
+int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        check_tokens(*session, ids, n, session->tokens.size());
+        session->tokens.insert(session->tokens.end(), ids, ids + n);
+        if (n)
+            check_code(*session, settle(*session));
+        return ENGINE_OK;
+    });
+}
+
+int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        check_pointer("fn", reinterpret_cast<const void *>(fn));
+        engine_session &s = *session;
+        check_tokens(s, ids, n, s.tokens.size());
+        if (s.n_done < int64_t(s.tokens.size()))
+            prefill(s);
+        s.tokens.insert(s.tokens.end(), ids, ids + n);
+        const int code = evaluate(s, fn, user);
+        if (code)
+            truncate(s, size_t(s.n_done));
+        check_code(s, code);
+        return ENGINE_OK;
+    });
+}
+
+int engine_rewind(engine_session *session, size_t n, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        check_range("n", int64_t(std::min(n, size_t(INT_MAX))), 0, int64_t(session->tokens.size()));
+        truncate(*session, n);
+        return ENGINE_OK;
+    });
+}
+
+int engine_tokens(const engine_session *session, int32_t *ids, size_t cap) {
+    return guarded(nullptr, [&] {
+        check_pointer("session", session);
+        return give_tokens(session->tokens, ids, cap);
+    });
+}
+
+void engine_cancel(engine_session *session) {
+    if (session)
+        session->cancel.store(true);
+}
+
+void engine_on_progress(engine_session *session, engine_progress_fn fn, void *user) {
+    if (session)
+        session->progress = fn, session->progress_user = user;
+}
+
+int engine_logits(engine_session *session, const float **out, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        check_pointer("out", out);
+        check_code(*session, settle(*session));
+        *out = session->logits.data();
+        return int(session->logits.size());
+    });
+}
+
+int engine_top(engine_session *session, engine_candidate *out, size_t cap, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        if (cap)
+            check_pointer("out", out);
+        engine_session &s = *session;
+        check_code(s, settle(s));
+        s.pick.clear();
+        for (size_t i = 0; i < s.logits.size(); i++)
+            s.pick.push_back({s.logits[i], int32_t(i)});
+        const size_t n = std::min(cap, s.pick.size());
+        std::partial_sort(s.pick.begin(), s.pick.begin() + std::ptrdiff_t(n), s.pick.end(),
+                          [](const candidate &a, const candidate &b) { return b < a; });
+        const double total = log_sum_exp(s.logits);
+        for (size_t i = 0; i < n; i++)
+            out[i] = {s.pick[i].id, s.pick[i].logit, float(double(s.pick[i].logit) - total)};
+        return int(n);
+    });
+}
+
+static engine_sampling check_sampling(const engine_sampling *given) {
+    const auto opt = options(given, "engine_sampling");
+    const auto check = [](const char *what, float v, float hi) {
+        if (!(v >= 0 && v <= hi))
+            fail(ENGINE_EINVAL, "%s is %g, expected 0 to %g", what, double(v), double(hi));
+    };
+    check("temperature", opt.temperature, 1000);
+    check("top_p", opt.top_p, 1);
+    check("min_p", opt.min_p, 1);
+    check_range("top_k", opt.top_k, 0, INT_MAX);
+    return opt;
+}
+
+int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        const engine_sampling opt = check_sampling(sampling);
+        check_code(*session, settle(*session));
+        return int(sample(session->logits, opt, session->tokens.size(), session->pick));
+    });
+}
+
+int engine_generate(engine_session *session, const engine_generate_options *given, engine_text_fn fn, void *user,
+                    engine_result *result, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        auto opt = options(given, "engine_generate_options");
+        opt.sampling = check_sampling(&opt.sampling);
+        check_range("max_tokens", opt.max_tokens, 0, INT_MAX);
+        if (opt.n_stops)
+            check_pointer("stops", opt.stops);
+        for (size_t i = 0; i < opt.n_stops; i++)
+            if (!opt.stops[i] || !*opt.stops[i])
+                fail(ENGINE_EINVAL, "stops[%zu] is empty", i);
+        engine_result r = {};
+        const int code = generate(*session, opt, fn, user, r);
+        if (result)
+            *result = r;
+        check_code(*session, code);
+        return ENGINE_OK;
+    });
+}
+
+int engine_stats(const engine_session *session, engine_session_stats *stats, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        check_pointer("stats", stats);
+        engine_session_stats r = session->stats;
+        vector<float> sorted = session->itl;
+        std::sort(sorted.begin(), sorted.end());
+        if (!sorted.empty()) {
+            r.itl_p50 = double(sorted[sorted.size() / 2]);
+            r.itl_p99 = double(sorted[std::min(sorted.size() - 1, sorted.size() * 99 / 100)]);
+        }
+        r.n_tokens = int64_t(session->tokens.size());
+        r.kv_bytes = int64_t(session->cache.bytes_used());
+        const size_t size = stats->size ? stats->size : sizeof r;
+        check_range("engine_session_stats.size", int64_t(size), sizeof(size_t), 65536);
+        r.size = size;
+        memcpy(stats, &r, std::min(size, sizeof r));
+        return ENGINE_OK;
+    });
+}

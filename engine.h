@@ -1,0 +1,274 @@
+/* engine.h: run a language model from a GGUF file.   MIT licence, see LICENSE.
+
+   A model is opened once and shared; a session is one timeline of tokens on it:
+
+       engine_model *model;  engine_session *session;  engine_error err;
+       if (engine_open(&model, "model.gguf", NULL, &err) < 0) { fputs(err.msg, stderr); return 1; }
+       engine_session_new(&session, model, NULL, &err);
+       int n = engine_tokenize(model, text, len, ENGINE_ADD_BOS, ids, cap, &err);
+       engine_sync(session, ids, n, &err);                       prefill, reusing what the session already holds
+       engine_generate(session, &options, on_piece, NULL, &result, &err);
+
+   CONVENTIONS
+   1. Every function that can fail returns an int: 0 or a count on success, a negative ENGINE_E* on failure.
+   2. The caller owns the engine_error and may pass NULL. `msg` names the file, field or number that matters;
+      it is untouched on success.
+   3. Option structs: the first field is the struct's size. Zero-initialise, then set `size = sizeof opt` (0 is
+      taken as that too); every field at zero means its default. A NULL pointer means all defaults.
+   4. Functions that return text or tokens follow snprintf: at most `cap` items are written, the return value is
+      how many there are in all. Text is not counted with its terminating NUL, which is written when cap > 0.
+      `len` of an input text may be (size_t)-1: then it ends at its NUL.
+   5. Callbacks run on the calling thread, inside the call, and stop the work by returning nonzero.
+   6. A model may be used by many threads at once. A session belongs to one thread at a time, except for
+      engine_cancel, which any thread may call at any time. The model's threads serve one call at a time:
+      calls that compute on several sessions of one model take turns under one lock.
+   7. The library never prints, exits or aborts. What it has to say goes to engine_set_log's callback.
+   8. The same tokens give the same bits: logits do not depend on how a prompt was cut into calls or chunks, nor
+      on the number of threads, nor on what was rewound before. */
+#ifndef ENGINE_H
+#define ENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define ENGINE_API __attribute__((visibility("default")))
+#else
+#define ENGINE_API
+#endif
+
+#define ENGINE_VERSION "0.1.0"
+
+/* ---- errors -------------------------------------------------------------------------------------------------- */
+
+enum {
+    ENGINE_OK = 0,
+    ENGINE_EINVAL = -1,       /* an argument is out of its range */
+    ENGINE_EIO = -2,          /* a file cannot be opened, mapped or read */
+    ENGINE_EFORMAT = -3,      /* a file's content is wrong */
+    ENGINE_EUNSUPPORTED = -4, /* well-formed, but something that this build does not do; the message names it */
+    ENGINE_ENOMEM = -5,       /* memory or threads */
+    ENGINE_ECONTEXT = -6,     /* the tokens exceed the session's context size; nothing was evaluated */
+    ENGINE_ECANCELLED = -7,   /* engine_cancel, or a callback that returned nonzero */
+    ENGINE_ENUMERIC = -8,     /* the model produced logits that are not finite */
+    ENGINE_ETEMPLATE = -9,    /* the chat template refused or failed; the message has its words and its line */
+    ENGINE_EINTERNAL = -10    /* a bug here */
+};
+
+typedef struct engine_error {
+    int code;
+    char msg[256]; /* NUL-terminated */
+} engine_error;
+
+enum { ENGINE_LOG_INFO = 0, ENGINE_LOG_WARN = 1 };
+typedef void (*engine_log_fn)(void *user, int level, const char *text);
+
+/* Sets the process-wide log callback (NULL: none). `text` has no newline. Calls may come from any thread that is
+   inside the library. */
+ENGINE_API void engine_set_log(engine_log_fn fn, void *user);
+
+/* "0.1.0" */
+ENGINE_API const char *engine_version(void);
+
+/* What this build can run on here, best first, one per line: "cpu avx512" means the CPU with its AVX-512 kernels. */
+ENGINE_API int engine_backends(char *out, size_t cap);
+
+/* ---- models -------------------------------------------------------------------------------------------------- */
+
+typedef struct engine_model engine_model;
+
+typedef struct engine_open_options {
+    size_t size;
+    int threads; /* 1 … 512; 0: one per core that this process may use */
+    int no_mmap; /* nonzero: read the file into memory instead of mapping it */
+} engine_open_options;
+
+/* Opens a GGUF file. For a split model name its first part; the others are found beside it. The file must stay
+   unchanged while the model is open. */
+ENGINE_API int engine_open(engine_model **out, const char *path, const engine_open_options *opt, engine_error *err);
+
+/* Frees a model. All its sessions must have been freed. NULL is allowed. */
+ENGINE_API void engine_close(engine_model *model);
+
+typedef struct engine_model_info {
+    size_t size;            /* set by the caller */
+    char name[128];         /* general.name, or the file's name */
+    char arch[32];          /* general.architecture */
+    char tokenizer[32];     /* "spm", or "bpe" and the pre-tokenizer: "bpe qwen2" */
+    char types[128];        /* formats of the weights by share of bytes: "Q4_K 61% Q6_K 38% F32 1%" */
+    char backend[32];       /* "cpu avx512" */
+    char generic_ops[128];  /* operations that run on a generic, slow path for this model; "" when none */
+    int64_t n_params;       /* weights */
+    int64_t weight_bytes;   /* bytes of tensor data in the file */
+    int64_t decode_bytes;   /* bytes of weights that one decode step reads */
+    int64_t kv_token_bytes; /* bytes of KV cache per token */
+    int n_vocab, n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff;
+    int n_ctx_train;        /* tokens, the context that the model was trained for */
+    int threads;
+    int has_template;       /* nonzero: the file carries a chat template */
+    int32_t bos, eos;       /* -1: none */
+    int add_bos;            /* nonzero: the model expects ENGINE_ADD_BOS to add one */
+} engine_model_info;
+
+/* Fills *info up to info->size. */
+ENGINE_API int engine_info(const engine_model *model, engine_model_info *info, engine_error *err);
+
+/* The file's metadata: the value of `key` as text (arrays as "[n items]"), following snprintf; ENGINE_EINVAL when there is no
+   such key. With key NULL: all keys, one per line, as "key = value". */
+ENGINE_API int engine_meta(const engine_model *model, const char *key, char *out, size_t cap, engine_error *err);
+
+/* ---- text ---------------------------------------------------------------------------------------------------- */
+
+enum {
+    ENGINE_ADD_BOS = 1,      /* put BOS first (and EOS last), if the model wants them */
+    ENGINE_PARSE_SPECIAL = 2 /* read special tokens such as <|im_end|> in the text; otherwise they are plain text */
+};
+
+/* Bytes to ids. Any bytes are allowed; those that are no valid UTF-8 become byte tokens. Returns the number of ids. */
+ENGINE_API int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids, size_t cap,
+                               engine_error *err);
+
+/* The raw bytes of one token, which may be a part of a character; following snprintf. Control tokens have none,
+   unless `special` is nonzero. */
+ENGINE_API int engine_piece(const engine_model *model, int32_t id, int special, char *out, size_t cap, engine_error *err);
+
+/* Ids to text: the inverse of engine_tokenize without BOS. Incomplete or invalid UTF-8 becomes U+FFFD. Control tokens
+   are left out unless `special` is nonzero. */
+ENGINE_API int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out, size_t cap,
+                                 engine_error *err);
+
+/* 1 if a model ends its turn with this token (EOS, end-of-turn), else 0. */
+ENGINE_API int engine_token_is_end(const engine_model *model, int32_t id);
+
+typedef struct engine_message {
+    const char *role;    /* "system", "user", "assistant", … */
+    const char *content; /* NUL-terminated UTF-8 */
+} engine_message;
+
+/* Renders a conversation with the model's own chat template and tokenizes it: the template's markers become special
+   tokens, while the same words inside a message stay text. Exactly one BOS comes out where the model wants one.
+   add_generation_prompt: end with the marker that asks for the assistant's answer. Returns the number of ids.
+   ENGINE_EUNSUPPORTED when the model has no template. */
+ENGINE_API int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n, int add_generation_prompt,
+                                  int32_t *ids, size_t cap, engine_error *err);
+
+/* ---- sessions ------------------------------------------------------------------------------------------------ */
+
+typedef struct engine_session engine_session;
+
+typedef struct engine_session_options {
+    size_t size;
+    int n_ctx; /* tokens; 0: what the model was trained for, or less where memory says so (see the log) */
+    int chunk; /* prefill rows at a time, 1 … 4096; 0: 512. Changes speed and scratch memory, never a result */
+} engine_session_options;
+
+/* A session holds the KV cache of one timeline. Its address space is reserved here; decode never allocates. */
+ENGINE_API int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt, engine_error *err);
+ENGINE_API void engine_session_free(engine_session *session);
+
+/* The session's context size in tokens. */
+ENGINE_API int engine_session_ctx(const engine_session *session);
+
+/* Makes the timeline equal to ids[0…n): keeps the longest common prefix that it already holds, drops the rest and
+   evaluates what is new. Afterwards the logits of the last position can be read. Returns how many tokens were reused.
+   On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call goes on from there. n = 0 empties it. */
+ENGINE_API int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
+
+/* Appends ids to the timeline and evaluates them. */
+ENGINE_API int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
+
+/* Shortens the timeline to n tokens. The logits become those of its new last position (evaluated again when asked for). */
+ENGINE_API int engine_rewind(engine_session *session, size_t n, engine_error *err);
+
+/* The timeline; following snprintf. */
+ENGINE_API int engine_tokens(const engine_session *session, int32_t *ids, size_t cap);
+
+/* Stops the call that is computing on this session now, or, if none is, the next one, with ENGINE_ECANCELLED. Safe from any
+   thread and from a signal handler. */
+ENGINE_API void engine_cancel(engine_session *session);
+
+/* fn(user, done, total) is called between the chunks of a prefill, in tokens. NULL: none. */
+typedef int (*engine_progress_fn)(void *user, int64_t done, int64_t total);
+ENGINE_API void engine_on_progress(engine_session *session, engine_progress_fn fn, void *user);
+
+/* ---- logits and sampling ------------------------------------------------------------------------------------- */
+
+/* *out: n_vocab floats, the logits after the last token of the timeline; valid until the next call on this session.
+   Returns n_vocab. ENGINE_EINVAL when the timeline is empty. */
+ENGINE_API int engine_logits(engine_session *session, const float **out, engine_error *err);
+
+/* Logits at every position: evaluates ids like engine_eval and calls fn(user, i, logits) for each i in [0, n), in order; `logits`
+   (n_vocab floats) predicts the token after ids[i] and is valid inside the call. */
+typedef int (*engine_logits_fn)(void *user, size_t i, const float *logits);
+ENGINE_API int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user, engine_error *err);
+
+typedef struct engine_candidate {
+    int32_t id;
+    float logit;
+    float logprob; /* natural logarithm of its probability at temperature 1, without any filter */
+} engine_candidate;
+
+/* The `cap` best candidates after the last token, best first, ties by lower id. Returns how many were written. */
+ENGINE_API int engine_top(engine_session *session, engine_candidate *out, size_t cap, engine_error *err);
+
+typedef struct engine_sampling {
+    size_t size;
+    float temperature; /* 0: greedy (the default here; the command's default is 0.8) */
+    int top_k;         /* keep the k best; 0: off */
+    float top_p;       /* keep the smallest set with this probability; 0 or >= 1: off */
+    float min_p;       /* drop what has less than min_p times the best one's probability; 0: off */
+    uint64_t seed;     /* the draw depends on seed and position only */
+} engine_sampling;
+
+/* Chooses the next token from the logits, without appending it: top-k, top-p, min-p, then temperature. Returns the id. */
+ENGINE_API int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err);
+
+enum { ENGINE_STOP_END = 0, ENGINE_STOP_LENGTH = 1, ENGINE_STOP_CONTEXT = 2, ENGINE_STOP_STRING = 3, ENGINE_STOP_CALLBACK = 4 };
+
+typedef struct engine_generate_options {
+    size_t size;
+    engine_sampling sampling;
+    int max_tokens;           /* 0: until the model ends its turn or the context is full */
+    const char *const *stops; /* the text ends before the first of these strings */
+    size_t n_stops;
+    int ignore_end;           /* nonzero: go on past end tokens */
+} engine_generate_options;
+
+typedef struct engine_result {
+    int reason;   /* ENGINE_STOP_* */
+    int n_tokens; /* sampled, the end token included */
+    const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer */
+} engine_result;
+
+/* Receives whole characters only: bytes are held back until their character is complete, and what stays incomplete at
+   the end becomes U+FFFD. `text` is not NUL-terminated. Nonzero stops the generation. */
+typedef int (*engine_text_fn)(void *user, const char *text, size_t len);
+
+/* Samples, appends and evaluates tokens until a reason to stop. The end token itself is appended but not evaluated, as is
+   the last token of any answer: the next sync or eval does that. result may be NULL. */
+ENGINE_API int engine_generate(engine_session *session, const engine_generate_options *opt, engine_text_fn fn, void *user,
+                               engine_result *result, engine_error *err);
+
+typedef struct engine_session_stats {
+    size_t size;              /* set by the caller */
+    int64_t prompt_tokens;    /* of the last engine_sync: tokens asked for */
+    int64_t reused_tokens;    /* of those, taken from the timeline */
+    double prefill_seconds;   /* time of the last engine_sync */
+    int64_t decode_tokens;    /* single-token steps since the last engine_sync */
+    double decode_seconds;    /* their time in all */
+    double itl_p50, itl_p99;  /* seconds between tokens, over the last 4096 of those steps */
+    int64_t decode_bytes;     /* bytes of weights and cache that they read */
+    int64_t n_tokens;         /* length of the timeline */
+    int64_t kv_bytes;         /* bytes of cache that it occupies */
+} engine_session_stats;
+
+ENGINE_API int engine_stats(const engine_session *session, engine_session_stats *stats, engine_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

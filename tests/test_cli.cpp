@@ -1,0 +1,775 @@
+// test_cli.cpp: the engine program from outside, through real pipes and a real terminal. The program is $ENGINE_BIN, or
+// ./engine in the repository's root; the model is the one in models/.
+#include "util.h"
+
+#include <cmath>
+#include <pty.h>
+#include <sys/ioctl.h>
+#include <termios.h>
+
+#include "gguf_writer.h"
+
+namespace {
+
+using test::command_result;
+
+std::string cli_engine() {
+    const char *bin = getenv("ENGINE_BIN");
+    return bin && *bin ? bin : test::root_path("engine");
+}
+std::string cli_model() {
+    const std::string own = test::root_path("models/tiny-chat-q8_0.gguf");
+    return test::exists(own) ? own : test::shared_path("tiny-chat/tiny-chat-q8_0.gguf");
+}
+
+// engine COMMAND MODEL args..., fed with `input`.
+command_result cli_run(const std::string &command, std::vector<std::string> args, const std::string &input = "",
+                       const std::string &model = cli_model()) {
+    args.insert(args.begin(), {cli_engine(), command, model});
+    return test::run(args, input);
+}
+// A shell line in which $E is the program and $M the model.
+command_result cli_shell(const std::string &line) {
+    return test::shell("E='" + cli_engine() + "'; M='" + cli_model() + "'; " + line);
+}
+
+bool cli_has(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
+bool cli_one_line(const std::string &s) { return s.size() > 1 && s.find('\n') == s.size() - 1; }
+
+// The numbers of the JSON list that follows "key":
+std::vector<double> cli_numbers(const std::string &json, const std::string &key) {
+    std::vector<double> out;
+    size_t at = json.find("\"" + key + "\":[");
+    EXPECT_NE(at, std::string::npos) << key << " is not in " << json.substr(0, 200);
+    if (at == std::string::npos)
+        return out;
+    for (const char *p = json.c_str() + json.find('[', at) + 1; *p && *p != ']';) {
+        char *end;
+        out.push_back(strtod(p, &end));
+        if (end == p || (*end != ',' && *end != ']')) {
+            ADD_FAILURE() << key << ": no number at " << std::string(p).substr(0, 40);
+            return out;
+        }
+        p = end + (*end == ',');
+    }
+    return out;
+}
+
+// Whether s is one JSON value (RFC 8259), moving p past it.
+bool cli_json(const char *&p) {
+    const auto skip = [&p] { p += strspn(p, " \t\r\n"); };
+    skip();
+    if (*p == '"') {
+        for (p++; *p && *p != '"'; p++)
+            if ((unsigned char)*p < 0x20 || (*p == '\\' && !strchr("\"\\/bfnrtu", *++p)))
+                return false;
+        return *p++ == '"';
+    }
+    if (*p == '{' || *p == '[') {
+        const char close = *p == '{' ? '}' : ']';
+        p++, skip();
+        for (bool first = true; *p != close; first = false) {
+            if (!first && *p++ != ',')
+                return false;
+            if (close == '}' && (skip(), *p != '"' || !cli_json(p) || (skip(), *p++ != ':')))
+                return false;
+            if (!cli_json(p))
+                return false;
+            skip();
+        }
+        p++;
+        return true;
+    }
+    for (const char *word : {"true", "false", "null"})
+        if (strncmp(p, word, strlen(word)) == 0) {
+            p += strlen(word);
+            return true;
+        }
+    char *end;
+    strtod(p, &end);
+    const bool number = end != p && (*p == '-' || (*p >= '0' && *p <= '9'));
+    p = end;
+    return number;
+}
+bool cli_is_json(const std::string &s) {
+    const char *p = s.c_str();
+    return cli_json(p) && strcmp(p, "\n") == 0;
+}
+
+// The program with its output in pipes, to be signalled while it works.
+struct cli_child {
+    pid_t pid = -1;
+    int in = -1, out = -1;
+
+    explicit cli_child(std::vector<std::string> args, bool terminal = false) {
+        args.insert(args.begin(), cli_engine());
+        int to[2], from[2];
+        if (terminal) {
+            winsize size = {24, 200, 0, 0};
+            pid = forkpty(&out, nullptr, nullptr, &size);
+        } else {
+            if (pipe2(to, O_CLOEXEC) || pipe2(from, O_CLOEXEC))
+                return;
+            pid = fork();
+        }
+        if (pid == 0) {
+            if (!terminal)
+                dup2(to[0], 0), dup2(from[1], 1);
+            std::vector<char *> argv;
+            for (std::string &a : args)
+                argv.push_back(&a[0]);
+            argv.push_back(nullptr);
+            execv(argv[0], argv.data());
+            _exit(127);
+        }
+        if (terminal) {
+            in = out;
+        } else {
+            close(to[0]), close(from[1]);
+            in = to[1], out = from[0];
+        }
+    }
+    ~cli_child() {
+        if (pid > 0) {
+            kill(pid, SIGKILL);
+            waitpid(pid, nullptr, 0);
+        }
+        if (in >= 0 && in != out)
+            close(in);
+        close(out);
+    }
+    cli_child(const cli_child &) = delete;
+
+    void type(const std::string &text) {
+        ASSERT_EQ(write(in, text.data(), text.size()), ssize_t(text.size())) << strerror(errno);
+    }
+    void close_input() { close(in), in = -1; }
+
+    // Reads until `mark` has come after what earlier calls returned, or to the end, or for `seconds`.
+    std::string read_until(const std::string &mark, int seconds = 60) {
+        std::string got;
+        const time_t end = time(nullptr) + seconds;
+        while (!cli_has(got, mark) && time(nullptr) < end) {
+            pollfd p = {out, POLLIN, 0};
+            char buf[1];
+            if (poll(&p, 1, 200) <= 0)
+                continue;
+            const ssize_t n = read(out, buf, 1);
+            if (n <= 0)
+                break;
+            got.append(buf, size_t(n));
+        }
+        return got;
+    }
+    std::string rest() { return read_until("\x01never\x01", 60); }
+
+    // The exit status, 128 + n after signal n; -1 when it does not end within `seconds`.
+    int status(int seconds) {
+        int status = 0;
+        for (int i = 0; i < seconds * 100; i++) {
+            if (waitpid(pid, &status, WNOHANG) == pid) {
+                pid = -1;
+                return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + 1000 + WTERMSIG(status);
+            }
+            usleep(10000);
+        }
+        return -1;
+    }
+};
+
+// A text of about n tokens.
+std::string cli_long_text(int n) {
+    std::string s;
+    for (int i = 0; i < n; i++)
+        s += " dog";
+    return s;
+}
+
+// A model that says a fixed chain of tokens: token i is followed by next[i]. Its only layer adds nothing (its weights
+// are zero), each token has a direction of its own, and the output matrix turns that into the next token.
+void cli_write_chain(const std::string &path, const std::vector<std::string> &tokens, const std::vector<int> &next) {
+    const size_t width = 32, n = tokens.size();
+    std::vector<int32_t> types;
+    std::vector<float> scores, one(width, 1.0f), embd(width * n), output(width * n);
+    for (size_t i = 0; i < n; i++) {
+        types.push_back(tokens[i].size() == 6 && tokens[i][0] == '<' ? 6 : i == 0 ? 2 : i < 3 ? 3 : 1);
+        scores.push_back(-float(i));
+        embd[i * width + i] = 1;
+        output[size_t(next[i]) * width + i] = 1;
+    }
+    gguf_writer w;
+    w.add_string("general.architecture", "llama");
+    w.add_u32("llama.block_count", 1);
+    w.add_u32("llama.context_length", 256);
+    w.add_u32("llama.embedding_length", width);
+    w.add_u32("llama.feed_forward_length", width);
+    w.add_u32("llama.attention.head_count", 1);
+    w.add_f32("llama.attention.layer_norm_rms_epsilon", 1e-5f);
+    w.add_string("tokenizer.ggml.model", "llama");
+    w.add_strings("tokenizer.ggml.tokens", tokens);
+    w.add_f32s("tokenizer.ggml.scores", scores);
+    w.add_i32s("tokenizer.ggml.token_type", types);
+    w.add_u32("tokenizer.ggml.unknown_token_id", 0);
+    w.add_u32("tokenizer.ggml.bos_token_id", 1);
+    w.add_u32("tokenizer.ggml.eos_token_id", 2);
+    w.add_bool("tokenizer.ggml.add_bos_token", false);
+    w.add_bool("tokenizer.ggml.add_space_prefix", false);
+    w.add_floats("token_embd.weight", {width, n}, embd);
+    w.add_floats("output.weight", {width, n}, output);
+    w.add_floats("output_norm.weight", {width}, one);
+    for (const char *name : {"attn_norm", "ffn_norm"})
+        w.add_floats(std::string("blk.0.") + name + ".weight", {width}, one);
+    for (const char *name : {"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
+        w.add_tensor(std::string("blk.0.") + name + ".weight", 0, {width, width});
+    test::write_file(path, w.bytes());
+}
+
+// ---- the pipe contract ----
+
+TEST(Cli, AnswersWhatComesThroughAPipe) {
+    const std::vector<std::string> args = {"-n", "8", "--temp", "0"};
+    const command_result lf = cli_run("run", args, "What is your name?\n");
+    EXPECT_EQ(lf.code, 0) << lf.err;
+    EXPECT_TRUE(cli_one_line(lf.out)) << lf.out;
+    EXPECT_FALSE(cli_has(lf.out, "What is your name?")) << "the prompt is echoed";
+    EXPECT_FALSE(cli_has(lf.out + lf.err, "\x1b"));
+    EXPECT_EQ(cli_run("run", args, "What is your name?").out, lf.out);
+    EXPECT_EQ(cli_run("run", args, "What is your name?\r\n").out, lf.out);
+    EXPECT_EQ(cli_run("chat", args, "What is your name?\n").out, lf.out) << "chat without a terminal";
+    EXPECT_EQ(cli_run("run", {"-n", "8", "--temp", "0", "-p", "What is your name?"}).out, lf.out);
+    EXPECT_EQ(cli_run("run", {"-n", "8", "--temp", "0", "-f", "-"}, "What is your name?\n").out, lf.out);
+}
+
+TEST(Cli, DropsExactlyOneNewlineOfStdin) {
+    const auto prompt = [](const std::string &input) {
+        return cli_numbers(cli_run("run", {"--raw", "--logits"}, input).out, "prompt_ids");
+    };
+    EXPECT_EQ(prompt("a b\n"), prompt("a b"));
+    EXPECT_EQ(prompt("a b\n\n").size(), prompt("a b").size() + 1);
+}
+
+TEST(Cli, SaysThatThereIsNoPrompt) {
+    for (const char *tail : {"< /dev/null", "<&-", "-p ''", "-p ' ' < /dev/null"}) {
+        const command_result r = cli_shell(std::string("\"$E\" run \"$M\" ") + tail);
+        EXPECT_EQ(r.code, 2) << tail;
+        EXPECT_EQ(r.out, "") << tail;
+        EXPECT_TRUE(cli_has(r.err, "no prompt")) << tail << ": " << r.err;
+    }
+    for (const char *blanks : {"", "\n", " \t\r\n\n  "}) {
+        const command_result r = cli_run("run", {}, blanks);
+        EXPECT_EQ(r.code, 2);
+        EXPECT_TRUE(cli_has(r.err, "no prompt")) << r.err;
+    }
+    EXPECT_EQ(cli_run("chat", {}, "").code, 2) << "chat at the end of its input";
+}
+
+TEST(Cli, PutsTheArgumentBeforeStdin) {
+    test::temp_dir dir;
+    test::write_file(dir / "f", "the file\n");
+    const auto prompt = [](std::vector<std::string> args, const std::string &input) {
+        args.insert(args.end(), {"--raw", "--logits"});
+        return cli_numbers(cli_run("run", args, input).out, "prompt_ids");
+    };
+    const auto plain = prompt({}, "Summarise:\n\nthe text");
+    EXPECT_GT(plain.size(), 3u);
+    EXPECT_EQ(prompt({"-p", "Summarise:"}, "the text\n"), plain);
+    EXPECT_EQ(prompt({"-p", "Summarise:", "-f", dir / "f"}, "the text\n"),
+              prompt({}, "Summarise:\n\nthe file\n\nthe text"));
+    EXPECT_EQ(prompt({"-p", "Summarise:", "-f", "-"}, "the text\n"), plain) << "stdin is read once";
+}
+
+TEST(Cli, RefusesAPromptLongerThanTheContext) {
+    const command_result r = cli_run("run", {"-c", "100"}, std::string(10000000, 'x'));
+    EXPECT_EQ(r.code, 1);
+    EXPECT_EQ(r.out, "");
+    EXPECT_TRUE(cli_has(r.err, "exceeds the available context size")) << r.err;
+    EXPECT_TRUE(cli_has(r.err, " 100 ")) << r.err;
+    const size_t at = r.err.find("prompt has ");
+    ASSERT_NE(at, std::string::npos) << r.err;
+    EXPECT_GT(atoi(r.err.c_str() + at + 11), 100) << r.err;
+}
+
+TEST(Cli, StopsWhenTheContextIsFull) {
+    const command_result ids = cli_run("run", {"--raw", "--logits"}, cli_long_text(30));
+    const int n = int(cli_numbers(ids.out, "prompt_ids").size());
+    const std::vector<std::string> args = {"-c", std::to_string(n + 4), "-n", "50", "--raw", "--ignore-eos"};
+    const command_result r = cli_run("run", args, cli_long_text(30));
+    EXPECT_EQ(r.code, 0) << r.err;
+    EXPECT_TRUE(cli_has(r.err, "context of " + std::to_string(n + 4) + " tokens is full")) << r.err;
+    std::vector<std::string> json = args;
+    json.push_back("--json");
+    const command_result j = cli_run("run", json, cli_long_text(30));
+    EXPECT_TRUE(cli_has(j.out, "\"finish_reason\":\"length\"")) << j.out;
+    EXPECT_EQ(cli_numbers(j.out, "ids").size(), 4u);
+}
+
+TEST(Cli, TakesAnyBytes) {
+    const std::string bytes("a\0b \xff\xfe \xf0\x9f end", 15);
+    for (const char *mode : {"--temp=0", "--raw"}) {
+        const command_result r = cli_run("run", {mode, "-n", "4"}, bytes);
+        EXPECT_EQ(r.code, 0) << r.err;
+    }
+    // With --raw every byte reaches the tokenizer; in a chat a NUL becomes U+FFFD.
+    const auto prompt = [](const std::string &mode, const std::string &input) {
+        return cli_numbers(cli_run("run", {mode, "--logits"}, input).out, "prompt_ids");
+    };
+    EXPECT_NE(prompt("--raw", bytes), prompt("--raw", std::string("a")));
+    EXPECT_EQ(prompt("--no-mmap", std::string("a\0b", 3)), prompt("--no-mmap", "a\xef\xbf\xbd"
+                                                                               "b"));
+    const command_result back = cli_run("tokenize", {"--decode"}, cli_run("tokenize", {}, std::string("a\0b", 3)).out);
+    EXPECT_EQ(back.out, std::string("a\0b", 3));
+}
+
+TEST(Cli, EndsQuietlyWhenTheReaderHasGone) {
+    for (const char *command :
+         {"run \"$M\" -q -p 'Tell me a story' --ignore-eos -n 2000", "info \"$M\" --meta", "--help"}) {
+        const command_result r =
+            cli_shell(std::string("{ \"$E\" ") + command + " < /dev/null; echo \"code $?\" >&2; } | head -c 1");
+        EXPECT_EQ(r.out.size(), 1u) << command;
+        EXPECT_EQ(r.err, "code 0\n") << command;
+    }
+}
+
+TEST(Cli, ReportsAFullDisk) {
+    const command_result r = cli_shell("\"$E\" run \"$M\" -p Hello -n 4 < /dev/null > /dev/full");
+    EXPECT_EQ(r.code, 1);
+    EXPECT_TRUE(cli_has(r.err, "standard output")) << r.err;
+    EXPECT_EQ(cli_shell("\"$E\" run \"$M\" -p Hello -n 4 < /dev/null >&-").code, 1) << "closed stdout";
+    EXPECT_EQ(cli_shell("\"$E\" run \"$M\" -q -p Hello -n 4 < /dev/null 2>&-").code, 0) << "closed stderr";
+}
+
+TEST(Cli, KeepsStdoutAndStderrApart) {
+    const command_result loud = cli_run("run", {"-p", "Hello", "-n", "8", "--temp", "0"});
+    const command_result quiet = cli_run("run", {"-p", "Hello", "-n", "8", "--temp", "0", "-q"});
+    EXPECT_EQ(loud.out, quiet.out);
+    EXPECT_EQ(quiet.err, "");
+    EXPECT_TRUE(cli_one_line(loud.err)) << loud.err;
+    for (const char *part : {"prompt ", "reused", "TTFT", "prefill", "ITL p50", "decode", "GB/s"})
+        EXPECT_TRUE(cli_has(loud.err, part)) << part << " in " << loud.err;
+}
+
+TEST(Cli, HoldsBackHalfCharacters) {
+    test::temp_dir dir;
+    const std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "a", "<0xF0>", "<0x9F>", "<0xA6>", "<0x99>"};
+    cli_write_chain(dir / "whole.gguf", tokens, {2, 2, 2, 4, 5, 6, 7, 2}); // a, F0, 9F, A6, 99, end
+    cli_write_chain(dir / "cut.gguf", tokens, {2, 2, 2, 4, 5, 2, 7, 2});   // a, F0, 9F, end
+    const std::vector<std::string> args = {"--raw", "-p", "a", "--temp", "0", "-q"};
+    const command_result whole = cli_run("run", args, "", dir / "whole.gguf");
+    EXPECT_EQ(whole.code, 0) << whole.err;
+    EXPECT_EQ(whole.out, "\xf0\x9f\xa6\x99\n");
+    const command_result cut = cli_run("run", args, "", dir / "cut.gguf");
+    EXPECT_EQ(cut.out, "\xef\xbf\xbd\n") << "what stays incomplete is one U+FFFD";
+    std::vector<std::string> three = args;
+    three.insert(three.end(), {"-n", "3"});
+    EXPECT_EQ(cli_run("run", three, "", dir / "whole.gguf").out, "\xef\xbf\xbd\n");
+    // The model has no template: that is said, and -s cannot be meant.
+    const command_result plain = cli_run("run", {"-p", "a", "--temp", "0"}, "", dir / "whole.gguf");
+    EXPECT_EQ(plain.out, whole.out);
+    EXPECT_TRUE(cli_has(plain.err, "no chat template")) << plain.err;
+    EXPECT_EQ(cli_run("run", {"-p", "a", "-s", "be nice"}, "", dir / "whole.gguf").code, 1);
+    // Pieces that are no text of their own are lists of bytes.
+    const command_result json = cli_run("tokenize", {"--json", "-p", "a\xf0\x9f\xa6\x99"}, "", dir / "whole.gguf");
+    EXPECT_EQ(json.out, "{\"ids\":[3,4,5,6,7],\"pieces\":[\"a\",[240],[159],[166],[153]]}\n");
+}
+
+// ---- signals ----
+
+TEST(Cli, StopsDecodingOnASignal) {
+    for (int sig : {SIGINT, SIGTERM}) {
+        cli_child child({"run", cli_model(), "-q", "-p", "Tell me a story", "--ignore-eos"});
+        child.close_input();
+        std::string text;
+        char c;
+        ASSERT_EQ(read(child.out, &c, 1), 1);
+        kill(child.pid, sig);
+        text = c + child.rest();
+        EXPECT_EQ(child.status(5), 128 + sig);
+        EXPECT_EQ(text.back(), '\n') << "what there is of the answer ends its line";
+        EXPECT_GT(text.size(), 1u);
+    }
+}
+
+TEST(Cli, StopsPrefillOnASignal) {
+    cli_child child({"run", cli_model(), "-q", "--raw", "--chunk", "1", "-t", "1"});
+    child.type(cli_long_text(1900)); // all in the pipe; the end is what starts the work
+    child.close_input();
+    usleep(100000);
+    ASSERT_EQ(kill(child.pid, SIGINT), 0);
+    EXPECT_EQ(child.rest(), "");
+    EXPECT_EQ(child.status(5), 130);
+}
+
+TEST(Cli, StopsReadingOnASignal) {
+    cli_child child({"run", cli_model(), "-q", "-p", "x"});
+    usleep(200000); // stdin stays open and silent
+    ASSERT_EQ(kill(child.pid, SIGINT), 0);
+    EXPECT_EQ(child.status(5), 130);
+}
+
+// ---- options ----
+
+TEST(Cli, RefusesWrongUsage) {
+    const std::string m = cli_model();
+    const struct {
+        std::vector<std::string> args;
+        std::string says;
+    } cases[] = {
+        {{}, "engine COMMAND MODEL"},
+        {{"rum", m}, "Did you mean run?"},
+        {{"help", "tokenise"}, "Did you mean tokenize?"},
+        {{"run"}, "no model"},
+        {{"run", m, "--tmep", "1"}, "Did you mean --temp?"},
+        {{"run", m, "-Z"}, "unknown option -Z"},
+        {{"info", m, "--temp", "1"}, "--temp is no option of 'info'"},
+        {{"run", m, "-n"}, "-n/--max-tokens needs a value"},
+        {{"run", m, "-n", "12x"}, "'12x' is not a whole number from 0 to 2147483647"},
+        {{"run", m, "-n", "-3"}, "'-3' is not a whole number"},
+        {{"run", m, "-n", "99999999999999999999"}, "is not a whole number"},
+        {{"run", m, "-n", "2147483648"}, "is not a whole number"},
+        {{"run", m, "-n", " 1"}, "is not a whole number"},
+        {{"run", m, "-t", "513"}, "from 0 to 512"},
+        {{"run", m, "--chunk", "4097"}, "from 0 to 4096"},
+        {{"run", m, "--temp", "nan"}, "is not a number from 0 to 100"},
+        {{"run", m, "--temp", "1e"}, "is not a number"},
+        {{"run", m, "--top-p", "1.5"}, "from 0 to 1"},
+        {{"run", m, "--min-p", "-0.1"}, "from 0 to 1"},
+        {{"run", m, "--seed", "18446744073709551615"}, "or -1 for a random one"},
+        {{"run", m, "--stop", ""}, "some text"},
+        {{"run", m, "--raw=1", "-p", "x"}, "takes no value"},
+        {{"run", m, "two"}, "unexpected argument 'two'"},
+        {{"run", m, "-m", m}, "two models"},
+        {{"run", m, "--raw", "-s", "x", "-p", "y"}, "--raw"},
+        {{"tokenize", m, "--decode", "--no-bos"}, "--no-bos"},
+        {{"tokenize", m, "-p", "x", "-f", "y"}, "give one"},
+        {{"perplexity", m, "-c", "1"}, "from 2"},
+        {{"bench", m, "-p", "0", "-n", "0"}, "nothing to measure"},
+        {{"bench", m, "--json", "--csv"}, "give one"},
+        {{"bench", m, "--depth", "1,,2"}, "commas between"},
+    };
+    for (const auto &c : cases) {
+        std::vector<std::string> args = c.args;
+        args.insert(args.begin(), cli_engine());
+        const command_result r = test::run(args);
+        EXPECT_EQ(r.code, 2) << c.says;
+        EXPECT_EQ(r.out, "") << c.says;
+        EXPECT_TRUE(cli_has(r.err, c.says)) << r.err << "does not say: " << c.says;
+    }
+}
+
+TEST(Cli, UnderstandsEveryFormOfAnOption) {
+    const std::string m = cli_model();
+    const command_result usual = cli_run("run", {"-p", "Hello", "-n", "5", "--temp", "0", "-q"});
+    EXPECT_EQ(usual.code, 0) << usual.err;
+    for (const std::vector<std::string> &args : std::vector<std::vector<std::string>>{
+             {"run", "-m", m, "-n5", "-qpHello", "--temp=0"},
+             {"run", "--temp", "0", "--max-tokens=5", "--prompt=Hello", "-q", "--", m},
+             {"run", "--model=" + m, "-n", "1", "-n", "5", "-p", "Hello", "-q", "--temp", "0e1"}}) {
+        std::vector<std::string> argv = args;
+        argv.insert(argv.begin(), cli_engine());
+        const command_result r = test::run(argv);
+        EXPECT_EQ(r.code, 0) << r.err;
+        EXPECT_EQ(r.out, usual.out);
+    }
+}
+
+TEST(Cli, HelpsOnStdout) {
+    for (const char *line : {"\"$E\" --help", "\"$E\" help", "\"$E\" -h", "\"$E\" help run", "\"$E\" run --help"}) {
+        const command_result r = cli_shell(line);
+        EXPECT_EQ(r.code, 0) << line;
+        EXPECT_EQ(r.err, "") << line;
+        EXPECT_TRUE(cli_has(r.out, "engine")) << line;
+    }
+    const command_result version = cli_shell("\"$E\" --version");
+    EXPECT_EQ(version.code, 0);
+    EXPECT_EQ(version.out.compare(0, 7, "engine "), 0);
+    EXPECT_TRUE(cli_one_line(version.out));
+    EXPECT_TRUE(cli_has(cli_shell("\"$E\" help run").out, "--top-k N"));
+    EXPECT_FALSE(cli_has(cli_shell("\"$E\" help info").out, "--top-k"));
+}
+
+TEST(Cli, NamesAMissingModel) {
+    for (const char *command : {"run", "chat", "tokenize", "info", "perplexity", "bench"}) {
+        const command_result r = cli_run(command, {}, "text", "/nowhere/x.gguf");
+        EXPECT_EQ(r.code, 1) << command;
+        EXPECT_EQ(r.out, "") << command;
+        EXPECT_TRUE(cli_has(r.err, "/nowhere/x.gguf")) << r.err;
+    }
+    EXPECT_EQ(cli_run("run", {"-f", "/nowhere/text"}).code, 1);
+}
+
+// ---- sampling ----
+
+TEST(Cli, RepeatsAnAnswerFromItsSeed) {
+    const std::vector<std::string> args = {"-p", "Tell me a story", "-n", "24", "--temp", "1.2"};
+    const auto with_seed = [&](const std::string &seed) {
+        std::vector<std::string> all = args;
+        all.insert(all.end(), {"--seed", seed});
+        return cli_run("run", all);
+    };
+    const command_result first = cli_run("run", args);
+    const size_t at = first.err.find("seed ");
+    ASSERT_NE(at, std::string::npos) << first.err;
+    const std::string seed = first.err.substr(at + 5, first.err.find_first_of(" \n", at + 5) - at - 5);
+    EXPECT_EQ(with_seed(seed).out, first.out) << seed;
+    int different = 0;
+    for (const char *other : {"1", "2", "3", "18446744073709551614"})
+        different += with_seed(other).out != first.out;
+    EXPECT_GT(different, 0);
+    EXPECT_FALSE(cli_has(cli_run("run", {"-p", "Hi", "-n", "2", "--temp", "0"}).err, "seed"));
+    EXPECT_EQ(cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "5", "--top-k", "1"}).out,
+              cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "0"}).out)
+        << "one candidate is the greedy one";
+}
+
+TEST(Cli, StopsBeforeAStopString) {
+    const std::string all = cli_run("run", {"-p", "What is your name?", "--temp", "0", "-q"}).out;
+    ASSERT_GT(all.size(), 12u);
+    const std::string stop = all.substr(6, 4);
+    const command_result r =
+        cli_run("run", {"-p", "What is your name?", "--temp", "0", "--stop", "no such text", "--stop", stop});
+    EXPECT_EQ(r.out, all.substr(0, all.find(stop)) + "\n");
+    EXPECT_TRUE(cli_has(r.err, "(stop)")) << r.err;
+}
+
+TEST(Cli, PrintsAnAnswerAsJson) {
+    const std::vector<std::string> args = {"-p", "What is your name?", "--temp", "0", "-q"};
+    std::string text = cli_run("run", args).out;
+    text.pop_back();
+    std::vector<std::string> json = args;
+    json.push_back("--json");
+    const command_result r = cli_run("run", json);
+    EXPECT_EQ(r.code, 0) << r.err;
+    EXPECT_TRUE(cli_is_json(r.out)) << r.out;
+    EXPECT_TRUE(cli_has(r.out, "{\"text\":\"" + text + "\"")) << r.out;
+    EXPECT_TRUE(cli_has(r.out, "\"finish_reason\":\"stop\"")) << r.out;
+    std::string ids;
+    for (double id : cli_numbers(r.out, "ids"))
+        ids += std::to_string(int(id)) + " ";
+    EXPECT_EQ(cli_run("tokenize", {"--decode"}, ids).out, text);
+}
+
+TEST(Cli, PrintsLogitsThatAgreeWithTheGreedyToken) {
+    const command_result r = cli_run("run", {"--raw", "--logits", "-p", "Once upon a time"});
+    EXPECT_EQ(r.code, 0) << r.err;
+    EXPECT_TRUE(cli_is_json(r.out)) << r.out.substr(0, 200);
+    const std::vector<double> logits = cli_numbers(r.out, "logits");
+    EXPECT_TRUE(cli_has(r.out, "{\"n_vocab\":" + std::to_string(logits.size()) + ",")) << r.out.substr(0, 60);
+    const command_result next = cli_run("run", {"--raw", "--json", "-n", "1", "--temp", "0", "-p", "Once upon a time"});
+    const std::vector<double> ids = cli_numbers(next.out, "ids");
+    ASSERT_EQ(ids.size(), 1u);
+    EXPECT_EQ(std::max_element(logits.begin(), logits.end()) - logits.begin(), ptrdiff_t(ids[0]));
+    const command_result unused = cli_run("run", {"--raw", "--logits", "-p", "x", "-n", "3"});
+    EXPECT_TRUE(cli_has(unused.err, "-n/--max-tokens has no effect")) << unused.err;
+}
+
+TEST(Cli, AnswersTheSameForAnyChunkAndThreads) {
+    const std::string text = cli_long_text(40);
+    const command_result usual = cli_run("run", {"--raw", "--logits"}, text);
+    for (const std::vector<std::string> &more : std::vector<std::vector<std::string>>{
+             {"--chunk", "1"}, {"--chunk", "7", "-t", "1"}, {"-t", "3"}, {"--no-mmap"}}) {
+        std::vector<std::string> args = {"--raw", "--logits"};
+        args.insert(args.end(), more.begin(), more.end());
+        EXPECT_EQ(cli_run("run", args, text).out, usual.out) << more[0];
+    }
+}
+
+// ---- the other commands ----
+
+TEST(Cli, TokenizesThereAndBack) {
+    for (const std::string &text : {std::string("Hello world"), std::string(" two  spaces\n\n\tand \xf0\x9f\xa6\x99\n"),
+                                    std::string("<|im_end|> stays text"), std::string("a,1\r\n")}) {
+        const command_result ids = cli_run("tokenize", {}, text);
+        EXPECT_EQ(ids.code, 0) << ids.err;
+        EXPECT_TRUE(cli_one_line(ids.out)) << ids.out;
+        EXPECT_EQ(cli_run("tokenize", {"--decode"}, ids.out).out, text);
+        EXPECT_EQ(cli_run("tokenize", {"-p", text}).out, ids.out);
+        const command_result json = cli_run("tokenize", {"--json"}, text);
+        EXPECT_TRUE(cli_is_json(json.out)) << json.out;
+        std::string listed;
+        for (double id : cli_numbers(json.out, "ids"))
+            listed += (listed.empty() ? "" : " ") + std::to_string(int(id));
+        EXPECT_EQ(listed + "\n", ids.out);
+    }
+    EXPECT_EQ(cli_run("tokenize", {}, "").out, "\n");
+    EXPECT_EQ(cli_run("tokenize", {"--decode"}, "[1027, 919]").out,
+              cli_run("tokenize", {"--decode"}, "1027,919\n").out);
+    const command_result special = cli_run("tokenize", {"--special", "-p", "<|im_end|>"});
+    EXPECT_EQ(special.out, "2047\n");
+    EXPECT_EQ(cli_run("tokenize", {"--decode", "--special"}, special.out).out, "<|im_end|>");
+    EXPECT_EQ(cli_run("tokenize", {"--decode"}, special.out).out, "");
+    for (const char *wrong : {"1 x", "-1", "2048", "99999999999999999999", "1.5"}) {
+        const command_result r = cli_run("tokenize", {"--decode"}, wrong);
+        EXPECT_EQ(r.code, 1) << wrong;
+        EXPECT_TRUE(cli_has(r.err, "from 0 to 2047")) << r.err;
+    }
+}
+
+TEST(Cli, PrintsAModelsFacts) {
+    const command_result text = cli_run("info", {}), json = cli_run("info", {"--json"}),
+                         meta = cli_run("info", {"--json", "--meta"});
+    EXPECT_EQ(text.code, 0) << text.err;
+    for (const char *part : {"qwen3", "tiny-chat", "2048 tokens", "Q8_0", "per token"})
+        EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+    EXPECT_TRUE(cli_is_json(json.out)) << json.out;
+    EXPECT_TRUE(cli_has(json.out, "\"n_params\":3672576,")) << json.out;
+    EXPECT_TRUE(cli_is_json(meta.out)) << meta.out;
+    EXPECT_TRUE(cli_has(meta.out, "\"general.architecture\":\"qwen3\"")) << meta.out;
+    EXPECT_TRUE(cli_has(cli_run("info", {"--meta"}).out, "qwen3.block_count = 4"));
+}
+
+// The mean over a window is the mean of what single prompts give.
+TEST(Cli, MeasuresPerplexity) {
+    double sum = 0;
+    std::string prefix;
+    std::vector<double> ids = cli_numbers(cli_run("tokenize", {"--json", "-p", "Once upon a time"}).out, "ids");
+    for (size_t i = 0; i + 1 < ids.size(); i++) {
+        prefix = "";
+        for (size_t k = 0; k <= i; k++)
+            prefix += std::to_string(int(ids[k])) + " ";
+        prefix = cli_run("tokenize", {"--decode"}, prefix).out;
+        const command_result r = cli_run("run", {"--raw", "--logits", "-p", prefix});
+        ASSERT_EQ(cli_numbers(r.out, "prompt_ids").size(), i + 1) << prefix;
+        const std::vector<double> logits = cli_numbers(r.out, "logits");
+        double total = 0;
+        for (double l : logits)
+            total += std::exp(l);
+        sum += std::log(total) - logits[size_t(ids[i + 1])];
+    }
+    const command_result r = cli_run("perplexity", {"--json", "-q"}, "Once upon a time");
+    EXPECT_EQ(r.code, 0) << r.err;
+    EXPECT_TRUE(cli_is_json(r.out)) << r.out;
+    const double mean = sum / double(ids.size() - 1);
+    const size_t at = r.out.find("\"mean_nll\":");
+    ASSERT_NE(at, std::string::npos) << r.out;
+    EXPECT_NEAR(atof(r.out.c_str() + at + 11), mean, 1e-6);
+
+    // Windows start anew: the same text twice, cut between, has the same mean.
+    const std::string n = std::to_string(ids.size());
+    const command_result twice = cli_run("perplexity", {"--json", "-c", n}, "Once upon a timeOnce upon a time");
+    EXPECT_TRUE(cli_has(twice.out, "\"windows\":2,\"scored\":" + std::to_string(2 * (ids.size() - 1)) + ","))
+        << twice.out;
+    EXPECT_EQ(twice.out.substr(twice.out.find("\"mean_nll\"")), r.out.substr(at));
+    EXPECT_TRUE(cli_has(cli_run("perplexity", {}, "Once upon a time").out, "perplexity"));
+    EXPECT_EQ(cli_run("perplexity", {}, "").code, 1) << "nothing to score";
+}
+
+TEST(Cli, MeasuresSpeed) {
+    const std::vector<std::string> args = {"-p", "4", "-n", "3", "-r", "1", "--depth", "0,5"};
+    const auto with = [&](const char *form) {
+        std::vector<std::string> all = args;
+        all.push_back(form);
+        return cli_run("bench", all);
+    };
+    const command_result json = with("--json"), csv = with("--csv"), text = with("-q");
+    EXPECT_EQ(json.code, 0) << json.err;
+    EXPECT_TRUE(cli_is_json(json.out)) << json.out;
+    for (const char *part :
+         {"\"test\":\"prefill\",\"depth\":0,\"tokens\":4,", "\"test\":\"decode\",\"depth\":5,\"tokens\":3,",
+          "\"bandwidth_gb_s\":", "\"generic_ops\":"})
+        EXPECT_TRUE(cli_has(json.out, part)) << part << " in " << json.out;
+    EXPECT_EQ(std::count(csv.out.begin(), csv.out.end(), '\n'), 5) << csv.out;
+    EXPECT_EQ(std::count(csv.out.begin(), csv.out.end(), ','), 5 * 8) << csv.out;
+    for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode"})
+        EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+}
+
+// ---- on a terminal ----
+
+TEST(Cli, ChatsOnATerminal) {
+    cli_child chat({"chat", cli_model(), "--temp", "0"}, true);
+    EXPECT_TRUE(cli_has(chat.read_until("> "), "/help")) << "the greeting";
+    chat.type("What is your name?\n");
+    std::string got = chat.read_until("tok/s");
+    got += chat.read_until("> ");
+    EXPECT_TRUE(cli_has(got, "tiny-chat")) << got;
+    EXPECT_TRUE(cli_has(got, "(0 reused)")) << got;
+    EXPECT_FALSE(cli_has(got, "\x1b[3")) << "colour";
+    chat.type("Hello\n");
+    got = chat.read_until("tok/s");
+    got += chat.read_until("> ");
+    EXPECT_TRUE(cli_has(got, "reused)") && !cli_has(got, "(0 reused)")) << "the conversation goes on: " << got;
+    chat.type("/regen\n");
+    EXPECT_TRUE(cli_has(chat.read_until("(stop)"), "| answer "));
+    chat.read_until("> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "4 messages"));
+    chat.type("/system Be brief.\n");
+    EXPECT_TRUE(cli_has(chat.read_until("system message set"), "system message set"));
+    chat.read_until("> ");
+    chat.type("/system\n");
+    EXPECT_TRUE(cli_has(chat.read_until("Be brief."), "Be brief."));
+    chat.type("/clear\n");
+    EXPECT_TRUE(cli_has(chat.read_until("cleared"), "cleared"));
+    chat.type("/hlep\n");
+    EXPECT_TRUE(cli_has(chat.read_until("/help?"), "Did you mean /help?"));
+    chat.type("/help\n");
+    EXPECT_TRUE(cli_has(chat.read_until("Ctrl-C"), "/regen"));
+    chat.type("\"\"\"one\ntwo\"\"\"\n");
+    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "tok/s")) << "a block is one message";
+    chat.read_until("> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
+    chat.type("/bye\n");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, LeavesAChatWithCtrlD) {
+    cli_child chat({"chat", cli_model(), "-q"}, true);
+    chat.read_until("> ");
+    chat.type("\x04");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, StopsAnAnswerWithCtrlCAndLeavesWithASecond) {
+    cli_child chat({"chat", cli_model(), "-q", "--ignore-eos"}, true);
+    chat.read_until("> ");
+    chat.type("Tell me a story\n");
+    chat.read_until("story");
+    ASSERT_FALSE(chat.read_until("e", 30).empty()); // the answer has begun
+    chat.type("\x03");
+    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "\n> ")) << "back at the prompt";
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages")) << "a partial answer is kept";
+    chat.read_until("> ");
+    chat.type("\x03");
+    EXPECT_TRUE(cli_has(chat.read_until("> "), "> ")) << "something was entered since: this is a first one again";
+    chat.type("\x03");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 130);
+}
+
+TEST(Cli, StopsPrefillInAChatWithCtrlC) {
+    cli_child chat({"chat", cli_model(), "-q", "--chunk", "1", "-t", "1", "-s", cli_long_text(1800)}, true);
+    chat.read_until("> ");
+    chat.type("Hello\n");
+    usleep(100000);
+    chat.type("\x03");
+    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "\n> "));
+    chat.type("\x04");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, KeepsAChatAliveWhenItsContextIsFull) {
+    cli_child chat({"chat", cli_model(), "-c", "40"}, true);
+    chat.read_until("> ");
+    chat.type(cli_long_text(60) + "\n");
+    EXPECT_TRUE(cli_has(chat.read_until("/clear"), "exceeds the available context size of 40 tokens"));
+    chat.read_until("> ");
+    chat.type("Hi\n");
+    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "is dropped")) << "the unanswered message goes, and that is said";
+    chat.read_until("> ");
+    chat.type("/exit\n");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, NeedsAPromptOnATerminal) {
+    cli_child run({"run", cli_model()}, true);
+    EXPECT_TRUE(cli_has(run.rest(), "no prompt"));
+    EXPECT_EQ(run.status(5), 2);
+}
+
+} // namespace

