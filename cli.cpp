@@ -171,13 +171,6 @@ void say(const char *fmt, va_list args) {
         return; // nowhere left to say it
 }
 
-__attribute__((format(printf, 1, 2))) void complain(const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    say(fmt, args);
-    va_end(args);
-}
-
 // What -q silences.
 __attribute__((format(printf, 1, 2))) void note(const char *fmt, ...) {
     va_list args;
@@ -1075,7 +1068,7 @@ struct line_reader {
     outcome read_edited(const char *prompt, string &line) {
         prompt_text = prompt;
         int n = 0;
-        el_resize(editor);
+        el_set(editor, EL_PREP_TERM, 1); // before the prompt shows, so that no key is taken the old way
         const char *text = el_gets(editor, &n);
         if (caught)
             return INTERRUPT;
@@ -1654,7 +1647,7 @@ int main(int argc, char **argv) {
     } catch (const quit &q) {
         return q.code;
     } catch (const std::exception &e) { // no memory, no thread
-        complain("%s", e.what());
+        dprintf(2, "engine: %s\n", e.what());
         return EXIT_ERROR;
     }
     return EXIT_OK;

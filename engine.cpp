@@ -402,8 +402,6 @@ static uint64_t row_bytes(const format &f, uint64_t n) { return n / uint64_t(f.b
 
 static float half_to_float(uint16_t h) { return q_half(h); }
 
-static float bf16_to_float(uint16_t h) { return q_float(uint32_t(h) << 16); }
-
 static uint32_t float_bits(float f) {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
@@ -424,14 +422,6 @@ static uint16_t float_to_half(float f) {
     uint32_t shift = denormal ? 126 - (a >> 23) : 13;
     uint32_t r = m >> shift, rest = m & ((1u << shift) - 1), middle = 1u << (shift - 1);
     return uint16_t(sign | (r + (rest > middle || (rest == middle && (r & 1)))));
-}
-
-// Likewise.
-static uint16_t float_to_bf16(float f) {
-    uint32_t u = float_bits(f);
-    if ((u & 0x7fffffff) > 0x7f800000)
-        return uint16_t(u >> 16 | 0x40);
-    return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
 // The scale and the offset are read once per sub-block; the value is the same as q_value's.
@@ -1093,11 +1083,9 @@ static model_file open_model_file(const char *path, bool no_mmap) {
 // ---------------------------------------------------------------------------------------------------
 
 // What a character is: its general category, White_Space, and membership in the sets that pre-tokenizers name.
-enum char_bit : uint16_t {
-    CH_L = 1, CH_M = 2, CH_N = 4, CH_P = 8, CH_S = 16, CH_SPACE = 32,
-    CH_BLANK = 64, CH_BREAK = 128, CH_ALPHA = 256, CH_DIGIT = 512, CH_PUNCT = 1024, CH_SIGN = 2048,
-    CH_KANA = 4096, CH_HANGUL = 8192, CH_CASED = 16384, CH_WIDE = 32768
-};
+static constexpr int CH_L = 1, CH_M = 2, CH_N = 4, CH_P = 8, CH_S = 16, CH_SPACE = 32;
+static constexpr int CH_BLANK = 64, CH_BREAK = 128, CH_ALPHA = 256, CH_DIGIT = 512, CH_PUNCT = 1024, CH_SIGN = 2048;
+static constexpr int CH_KANA = 4096, CH_HANGUL = 8192, CH_CASED = 16384, CH_WIDE = 32768;
 
 // L, M, N, P, S: general categories; W: White_Space; O: the rest. Each letter is followed by the length of its run of
 // code points, in ascending order from 0; a run without one has length 1.
@@ -1163,7 +1151,7 @@ static const char cased_letters_set[] =
 
 // The other sets, in the notation of a bracket expression. The last four are as published with the tokenizers.
 static const struct {
-    char_bit bit;
+    int bit;
     const char *set;
 } char_sets[] = {
     {CH_BLANK, " "},
@@ -1182,7 +1170,7 @@ struct utf8_char {
     uint32_t code;
     int length; // bytes; of what is no valid character: its maximal subpart, at least 1
     bool valid;
-    bool cut;   // the bytes end inside what may yet become a valid character
+    bool cut; // the bytes end inside what may yet become a valid character
 };
 
 // The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
@@ -1269,7 +1257,7 @@ static const uint16_t *char_table() {
 // pieces. A rule sees its piece only, so the end of the piece is the end of the text to it.
 
 struct char_set {
-    int mask;  // of char_bit
+    int mask;  // of CH_*
     bool none; // the characters that have none of the bits, else those that have any
 
     bool has(int bits) const { return ((bits & mask) != 0) != none; }
@@ -1316,8 +1304,8 @@ static constexpr rule llama3_rules[] = {
     spaces_rule,
 };
 static constexpr rule qwen2_rules[] = {
-    llama3_rules[0], llama3_rules[1], run_of(any(CH_N), 1, 1), llama3_rules[3], llama3_rules[4], llama3_rules[5],
-    llama3_rules[6],
+    llama3_rules[0], llama3_rules[1], run_of(any(CH_N), 1, 1), llama3_rules[3],
+    llama3_rules[4], llama3_rules[5], llama3_rules[6],
 };
 static constexpr rule deepseek3_rules[] = {
     {LED, any(CH_PUNCT), any(CH_ALPHA), 1, MANY, any(0)},
@@ -1349,10 +1337,10 @@ struct stage {
     template <int N> constexpr stage(const rule (&r)[N]) : rules(r), n(N) {}
 };
 struct pre_tokenizer {
-    const char *name;  // the value of tokenizer.ggml.pre
-    bool whole_words;  // a word that is a token is taken as it is, whatever the merges say
-    bool add_bos;      // when the file does not say
-    stage stages[7];   // up to the first without rules
+    const char *name; // the value of tokenizer.ggml.pre
+    bool whole_words; // a word that is a token is taken as it is, whatever the merges say
+    bool add_bos;     // when the file does not say
+    stage stages[7];  // up to the first without rules
 };
 // "default" is also what a file without the key means; it is what llama.cpp does with such files.
 static const pre_tokenizer pre_tokenizers[] = {
@@ -1366,8 +1354,7 @@ static const pre_tokenizer pre_tokenizers[] = {
     {"deepseek-r1-qwen", false, false, {qwen2_rules}},
     {"smollm", false, false, {one_number, gpt2_rules}},
     {"starcoder", false, false, {one_number, gpt2_rules}},
-    {"deepseek-llm", false, false,
-     {one_break, cased_letters, wide_punctuation, trailing_spaces, han_hangul, numbers}},
+    {"deepseek-llm", false, false, {one_break, cased_letters, wide_punctuation, trailing_spaces, han_hangul, numbers}},
     {"deepseek-coder", false, false, {one_break, letters, punctuation, han_hangul, one_number}},
     {"joyai-llm", false, false, {three_numbers, han_kana, deepseek3_rules}},
     {"deepseek-v3", false, false, {three_numbers, han_kana, deepseek3_rules}},
@@ -1410,7 +1397,8 @@ static const char *match_short(const char *p, const char *end, bool any_case) {
 }
 
 // The end of the rule's match that starts at p, or null. `again`: the rule matches nowhere between p and there.
-static const char *match_rule(const rule &r, const uint16_t *table, const char *p, const char *end, const char *&again) {
+static const char *match_rule(const rule &r, const uint16_t *table, const char *p, const char *end,
+                              const char *&again) {
     const char *const start = p;
     if (r.kind == SHORT || r.kind == SHORT_I)
         return match_short(p, end, r.kind == SHORT_I);
@@ -1440,7 +1428,8 @@ static const char *match_rule(const rule &r, const uint16_t *table, const char *
 }
 
 // Calls word(p, end) for each word of [p, end), in order.
-template <class F> static void split_words(const stage *s, const uint16_t *table, const char *p, const char *end, F &&word) {
+template <class F>
+static void split_words(const stage *s, const uint16_t *table, const char *p, const char *end, F &&word) {
     if (!s->n) {
         word(p, end);
         return;
@@ -1630,7 +1619,8 @@ static void load_tokens(vocab &v, const model_file &f) {
             f.bad(KEY_TYPES, "entry %zu is %lld, expected 0 ... %d", i, (long long)t, int(TOKEN_BYTE));
         const bool normal = t <= TOKEN_NORMAL || (v.pre && t == TOKEN_BYTE);
         if (t == TOKEN_BYTE && !normal && value < 0)
-            f.bad(KEY_TOKENS, "token %zu is of type byte, but its text is \"%s\", not <0x00> ... <0xFF>", i, show(s).c_str());
+            f.bad(KEY_TOKENS, "token %zu is of type byte, but its text is \"%s\", not <0x00> ... <0xFF>", i,
+                  show(s).c_str());
         string text(s);
         if (v.pre && normal)
             text = level.decode(s);
@@ -1642,8 +1632,8 @@ static void load_tokens(vocab &v, const model_file &f) {
         v.type.push_back(normal ? uint8_t(TOKEN_NORMAL) : uint8_t(t));
         v.arena.insert(v.arena.end(), text.begin(), text.end());
 
-        // Of equal tokens the first counts. Bytes that never stand in valid text may be there as added tokens, written as
-        // the characters for them.
+        // Of equal tokens the first counts. Bytes that never stand in valid text may be there as added tokens, written
+        // as the characters for them.
         if (normal && !text.empty()) {
             int32_t &slot = v.pieces[piece_slot(v, text)];
             slot = slot < 0 ? int32_t(i) : slot;
@@ -1683,8 +1673,8 @@ static uint32_t score_rank(float score) {
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-// SentencePiece merges any neighbours that together are a token, the best score first. Here each way to cut a token into
-// two becomes a rule. Tokens longer than 256 bytes are not made by merging, which bounds the work.
+// SentencePiece merges any neighbours that together are a token, the best score first. Here each way to cut a token
+// into two becomes a rule. Tokens longer than 256 bytes are not made by merging, which bounds the work.
 static void load_spm_merges(vocab &v, const model_file &f) {
     const meta_array scores = f.need_array(KEY_SCORES, KIND_FLOAT);
     vector<merge_rule> rules;
@@ -1711,7 +1701,8 @@ static void load_spm_merges(vocab &v, const model_file &f) {
 static bool is_marker(string_view s) {
     for (string_view bar : {"|", "\uff5c"}) {
         const size_t n = bar.size();
-        if (s.size() > 2 * n + 2 && s[0] == '<' && s.back() == '>' && s.substr(1, n) == bar && s.substr(s.size() - 1 - n, n) == bar)
+        if (s.size() > 2 * n + 2 && s[0] == '<' && s.back() == '>' && s.substr(1, n) == bar &&
+            s.substr(s.size() - 1 - n, n) == bar)
             return true;
     }
     return false;
@@ -1739,11 +1730,10 @@ static void index_matched(vocab &v) {
     }
 }
 
-// Texts that end a turn in every model that has them as tokens.
-static const char *const end_texts[] = {
-    "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>",
-    "<|end_of_turn|>", "<|EOT|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-};
+// Texts that end a turn in every model that has them as tokens; each stands between line breaks.
+static const string_view end_texts =
+    "\n</s>\n<|endoftext|>\n<|end_of_text|>\n<|im_end|>\n<|eot_id|>\n<|eom_id|>\n<|end|>\n<end_of_turn>\n"
+    "<|end_of_turn|>\n<|EOT|>\n<EOT>\n<|END_OF_TURN_TOKEN|>\n<\uff5cend\u2581of\u2581sentence\uff5c>\n";
 
 // The keys that name tokens, and what to add to a text.
 static void load_special_ids(vocab &v, const model_file &f) {
@@ -1758,14 +1748,14 @@ static void load_special_ids(vocab &v, const model_file &f) {
         if (id >= 0)
             v.ends.push_back(id);
     for (int32_t id : v.matched)
-        for (const char *text : end_texts)
-            if (v.text[size_t(id)] == text)
-                v.ends.push_back(id);
+        if (end_texts.find("\n" + string(v.text[size_t(id)]) + "\n") != end_texts.npos)
+            v.ends.push_back(id);
 
     v.add_bos = f.get_bool("tokenizer.ggml.add_bos_token", !v.pre || v.pre->add_bos);
     v.add_eos = f.get_bool("tokenizer.ggml.add_eos_token", false);
     if ((v.add_bos && v.bos < 0) || (v.add_eos && v.eos < 0))
-        log_msg(ENGINE_LOG_WARN, "%s: the vocabulary wants BOS or EOS added but does not say which token that is: none is",
+        log_msg(ENGINE_LOG_WARN,
+                "%s: the vocabulary wants BOS or EOS added but does not say which token that is: none is",
                 show_path(f.path).c_str());
     v.add_bos = v.add_bos && v.bos >= 0;
     v.add_eos = v.add_eos && v.eos >= 0;
@@ -1778,8 +1768,8 @@ static vocab load_vocab(const model_file &f) {
     v.seed = mix_hash(uint64_t(reinterpret_cast<uintptr_t>(&v)) ^ uint64_t(1e9 * now_seconds()));
     const string_view model = f.need_string("tokenizer.ggml.model");
     if (model != "llama" && model != "gpt2")
-        fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.ggml.model: \"%s\" is not supported; \"llama\" and \"gpt2\" are", path.c_str(),
-             show(model).c_str());
+        fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.ggml.model: \"%s\" is not supported; \"llama\" and \"gpt2\" are",
+             path.c_str(), show(model).c_str());
     if (model == "gpt2") {
         const string_view name = f.get_string("tokenizer.ggml.pre", "default");
         for (const pre_tokenizer &p : pre_tokenizers)
@@ -1789,7 +1779,8 @@ static vocab load_vocab(const model_file &f) {
             fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.ggml.pre: the pre-tokenizer \"%s\" is not supported", path.c_str(),
                  show(name).c_str());
         if (!f.meta("tokenizer.ggml.pre"))
-            log_msg(ENGINE_LOG_WARN, "%s: tokenizer.ggml.pre: is missing, so text is cut as \"default\" says", path.c_str());
+            log_msg(ENGINE_LOG_WARN, "%s: tokenizer.ggml.pre: is missing, so text is cut as \"default\" says",
+                    path.c_str());
     }
     v.describe = v.pre ? strf("bpe %s", v.pre->name) : "spm";
     v.space_prefix = !v.pre && f.get_bool("tokenizer.ggml.add_space_prefix", true);
@@ -1803,16 +1794,16 @@ static vocab load_vocab(const model_file &f) {
     if (missing && v.unk < 0 && !v.pre)
         f.bad(KEY_TOKENS, "has no token for %d of 256 bytes, and no unknown token", int(missing));
     if (missing && v.unk < 0)
-        log_msg(ENGINE_LOG_WARN, "%s: %s: no token for %d of 256 bytes, which vanish from texts", path.c_str(), KEY_TOKENS,
-                int(missing));
+        log_msg(ENGINE_LOG_WARN, "%s: %s: no token for %d of 256 bytes, which vanish from texts", path.c_str(),
+                KEY_TOKENS, int(missing));
     return v;
 }
 
 // ---- text to ids ----
 
-// The pairs of a word that could merge: lowest rank first, then leftmost. A pair may be in it more than once. A long word
-// has many pairs but few ranks, and new pairs mostly come in ascending order; so each rank keeps what came in order as a
-// list, and only the rest as a heap.
+// The pairs of a word that could merge: lowest rank first, then leftmost. A pair may be in it more than once. A long
+// word has many pairs but few ranks, and new pairs mostly come in ascending order; so each rank keeps what came in
+// order as a list, and only the rest as a heap.
 struct merge_queue {
     void push(uint32_t rank, uint32_t at) {
         bucket &b = bucket_of(rank);
@@ -1891,8 +1882,9 @@ struct speller {
         if (s.empty())
             return;
         if (v.pre) {
-            split_words(v.pre->stages, v.chars, s.data(), s.data() + s.size(),
-                        [this](const char *p, const char *end) { bpe_word({p, size_t(end - p)}); });
+            split_words(v.pre->stages, v.chars, s.data(), s.data() + s.size(), [this](const char *p, const char *end) {
+                bpe_word({p, size_t(end - p)});
+            });
             return;
         }
         string changed;
@@ -1913,6 +1905,7 @@ struct speller {
   private:
     static constexpr uint32_t NONE = UINT32_MAX;
     static constexpr size_t SHORT_WORD = 24; // symbols; up to this, looking through all pairs beats the queue
+
     vector<int32_t> symbol;            // of the word that is being merged
     vector<uint32_t> next, prev, rule; // neighbours of a symbol; in v.merges, how it merges with the next
     merge_queue queue;
@@ -2032,20 +2025,25 @@ static int32_t match_special(const vocab &v, string_view text, size_t at, bool p
         }
         if (at + n == text.size())
             break;
-        auto byte = [&](int32_t id) { return uint8_t(v.text[size_t(id)][n]); };
-        const uint8_t c = uint8_t(text[at + n]);
-        const auto from = v.matched.begin();
-        low = size_t(std::partition_point(from + std::ptrdiff_t(low), from + std::ptrdiff_t(high), [&](int32_t id) { return byte(id) < c; }) - from);
-        high = size_t(std::partition_point(from + std::ptrdiff_t(low), from + std::ptrdiff_t(high), [&](int32_t id) { return byte(id) == c; }) - from);
+        // Narrow the range to those that go on with the next byte.
+        const int next = uint8_t(text[at + n]);
+        auto below = [&](int limit) {
+            const auto from = v.matched.begin() + std::ptrdiff_t(low), to = v.matched.begin() + std::ptrdiff_t(high);
+            auto is_below = [&](int32_t id) { return uint8_t(v.text[size_t(id)][n]) < limit; };
+            return size_t(std::partition_point(from, to, is_below) - v.matched.begin());
+        };
+        const size_t first_above = below(next + 1);
+        low = below(next), high = first_above;
     }
     return best;
 }
 
-// Appends the ids of `text`; no BOS or EOS is added. User-defined tokens are matched in any text, as Hugging Face does
-// with added tokens; control tokens, and user-defined ones such as <|im_start|>, only with parse_special. `literal` is null
-// or has a byte for each of text: where it is not 0 there is a user's text, in which nothing is matched on request; no token
-// is matched across a change of it. What lies between matches is spelled as one piece, whatever `literal` says.
-static void tokenize(const vocab &v, string_view text, bool parse_special, const uint8_t *literal, vector<int32_t> &out) {
+// Appends the ids of `text`, without BOS and EOS. User-defined tokens are matched in any text, as Hugging Face does
+// with added tokens; control tokens, and user-defined ones that are markers, only with parse_special. `literal` is null
+// or has a byte for each of text: what is not 0 there a user wrote, and in that nothing is matched on request. No match
+// reaches over a change of it. What lies between matches is spelled as one piece, whatever `literal` says.
+static void tokenize(const vocab &v, string_view text, bool parse_special, const uint8_t *literal,
+                     vector<int32_t> &out) {
     if (text.size() > INT_MAX)
         fail(ENGINE_EINVAL, "text of %zu bytes: at most %d can be tokenized at once", text.size(), INT_MAX);
     speller s(v, out);
@@ -4755,10 +4753,6 @@ static act_layout act_plan(int act, int form, int64_t n) {
 // Position of block b among n when the blocks of each partial sum stand together.
 static inline int64_t walk_index(int64_t b, int64_t n) { return b % 8 * (n / 8) + std::min(b % 8, n % 8) + b / 8; }
 
-static inline int64_t act_index(const act_layout &a, int64_t b) {
-    return a.form == ACT_WALK ? walk_index(b, a.n_block) : b;
-}
-
 // dx, and the factor that makes integers of a block's values: 0 when they all become 0. amax: the largest absolute
 // value as bits, so that infinity and NaN are larger than any number.
 static inline float act_scale(uint32_t amax, float *factor) {
@@ -4861,16 +4855,14 @@ template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS> static void plain_
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) static inline
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-#define AVX512_INLINE                                                                                                 \
+#define AVX512_INLINE                                                                                                  \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"), always_inline)) static inline
 
 AVX2_INLINE __m128i load16(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 AVX2_INLINE __m256i load32(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 AVX512_INLINE __m512i load64(const void *p) { return _mm512_loadu_si512(p); }
 AVX2_INLINE void store32(void *p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i *>(p), v); }
-AVX2_INLINE __m256i join(__m128i low, __m128i high) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
+AVX2_INLINE __m256i join(__m128i low, __m128i high) { return _mm256_set_m128i(high, low); }
 
 // --- activations, AVX2 (which serves AVX-512 as well: this is a small part of the work)
 
@@ -4900,7 +4892,7 @@ AVX2 static void avx2_quantize(const float *x, const act_layout &a, uint8_t *out
         __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
         h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
         h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1));
-        int64_t at = act_index(a, b);
+        const int64_t at = a.form == ACT_WALK ? walk_index(b, a.n_block) : b;
         float factor;
         d[at] = act_scale(uint32_t(_mm_cvtsi128_si32(h)), &factor);
         for (int i = 0; i < a.block; i += 32) {
@@ -4968,7 +4960,9 @@ AVX2_INLINE __m256i look_up(const signed char *table, int off, __m256i index) {
 }
 
 // Sixteen bytes as int16, even ones first.
-AVX2_INLINE __m256i split_bytes(__m128i v) { return join(_mm_srai_epi16(_mm_slli_epi16(v, 8), 8), _mm_srai_epi16(v, 8)); }
+AVX2_INLINE __m256i split_bytes(__m128i v) {
+    return join(_mm_srai_epi16(_mm_slli_epi16(v, 8), 8), _mm_srai_epi16(v, 8));
+}
 
 // Eight scales of 32 values each, in the arrangement of sixteen.
 AVX2_INLINE __m256i twice(__m128i v) { return _mm256_broadcastsi128_si256(v); }
@@ -5126,7 +5120,8 @@ AVX2_INLINE void prefetch(const uint8_t *p, int bytes) {
 
 // Sixteen sums of two neighbouring products; |integers| <= 128 and |x| <= 127, so a sum fits in an int16.
 template <class F> AVX2_INLINE __m256i multiply_pairs(__m256i w, __m256i x) {
-    return F::MAX == 128 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
+    return F::MAX == 128 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                         : _mm256_maddubs_epi16(w, x);
 }
 
 AVX2_INLINE float tree8(__m256 p) {
@@ -5172,8 +5167,8 @@ template <class F> AVX2_INLINE __m256i dot_blocks8(const two *u, const uint8_t *
 }
 
 // Blocks b to b + n - 1 of 32 values, n <= 8.
-template <class F, int NX>
-AVX2_INLINE void add_blocks32(const uint8_t *w, int64_t b, int n, const uint8_t *x, const act_layout &a, block_sums<NX> &to) {
+template <class F, int NX> AVX2_INLINE void add_blocks32(const uint8_t *w, int64_t b, int n, const uint8_t *x,
+                                                         const act_layout &a, block_sums<NX> &to) {
     uint8_t last[8 * F::BYTES];
     prefetch(w, 8 * F::BYTES);
     if (n < 8) { // a copy, since nothing may be read behind the row
@@ -5202,8 +5197,8 @@ AVX2_INLINE __m256i sum_lanes8(const __m256i *v) {
 }
 
 // Likewise, of 256 values.
-template <class F, int NX>
-AVX2_INLINE void add_blocks256(const uint8_t *w, int64_t b, int n, const uint8_t *x, const act_layout &a, block_sums<NX> &to) {
+template <class F, int NX> AVX2_INLINE void add_blocks256(const uint8_t *w, int64_t b, int n, const uint8_t *x,
+                                                          const act_layout &a, block_sums<NX> &to) {
     __m256i dot[NX][8], min[NX][8];
     uint16_t d[8], m[8];
     for (int k = n; k < 8; k++) {
@@ -5385,7 +5380,8 @@ template <class F> AVX2_INLINE two signed_quants2(const uint8_t *a, const uint8_
 
 // 32 int8 multiplied with the scales of the two halves; the products fit.
 AVX2_INLINE __m256i scaled8(__m256i v, __m256i scale) {
-    __m256i lo = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)), hi = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1));
+    __m256i lo = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)),
+            hi = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1));
     lo = _mm256_mullo_epi16(lo, _mm256_permute2x128_si256(scale, scale, 0x00));
     hi = _mm256_mullo_epi16(hi, _mm256_permute2x128_si256(scale, scale, 0x11));
     return _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8);
@@ -5480,9 +5476,8 @@ template <class F> AVX512 static void avx512_unpack(const uint8_t *const *row, i
 }
 
 // acc += d dx sum, and the min term, of one block for NX rows of activations and 32 weight rows.
-template <class F, int NX>
-AVX512_INLINE void avx512_block(const uint8_t *panel, const uint8_t *const *row, const act_layout &a, int64_t b,
-                                __m512 (*acc)[2]) {
+template <class F, int NX> AVX512_INLINE void avx512_block(const uint8_t *panel, const uint8_t *const *row,
+                                                           const act_layout &a, int64_t b, __m512 (*acc)[2]) {
     using P = avx512_panel<F>;
     constexpr int STEP = F::N_SUB == 16 ? 4 : 8; // units of quants to a sum, or to a round of the loop
     __m512i s[NX][2], total[NX][2];
@@ -5566,7 +5561,8 @@ AVX512_INLINE void avx512_tile_rows(const uint8_t *panel, const uint8_t *x, int 
         }
 }
 
-template <class F> AVX512 static void avx512_tile(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
+template <class F>
+AVX512 static void avx512_tile(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
     for (; n_x > 4; n_x -= MM_X) // once
         avx512_tile_rows<F, MM_X>(panel, x, n_x, a, out);
     for (; n_x > 0; n_x -= 2, x += 2 * a.stride, out += 2 * 32)
@@ -5592,7 +5588,8 @@ template <int TYPE> AVX2 static void avx2_unpack_floats(const uint8_t *const *ro
 
 // 32 weight rows times NX rows of x. Only so many values are taken at a time that they stay in the first-level cache
 // for all weight rows; the partial sums wait in memory.
-template <int NX> AVX512_INLINE void avx512_floats(const float *panel, const uint8_t *x, int64_t x_bytes, int64_t n, float *out) {
+template <int NX>
+AVX512_INLINE void avx512_floats(const float *panel, const uint8_t *x, int64_t x_bytes, int64_t n, float *out) {
     constexpr int64_t PART = 1024;
     float sums[32 * NX][16];
     for (int64_t begin = 0; begin < n; begin += PART) {
@@ -5616,8 +5613,8 @@ template <int NX> AVX512_INLINE void avx512_floats(const float *panel, const uin
             for (int j = 0; j < NX; j++)
                 for (int i = 0; i < 4; i++) {
                     if (rest)
-                        p[i][j] = _mm512_mask3_fmadd_ps(_mm512_loadu_ps(w + i * 16), _mm512_maskz_loadu_ps(rest, v + j * x_bytes),
-                                                        p[i][j], rest);
+                        p[i][j] = _mm512_mask3_fmadd_ps(_mm512_loadu_ps(w + i * 16),
+                                                        _mm512_maskz_loadu_ps(rest, v + j * x_bytes), p[i][j], rest);
                     _mm512_storeu_ps(sums[r * NX + j * 4 + i], p[i][j]);
                 }
         }
@@ -5629,7 +5626,8 @@ template <int NX> AVX512_INLINE void avx512_floats(const float *panel, const uin
         }
 }
 
-AVX512 static void avx512_tile_floats(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a, float *out) {
+AVX512 static void avx512_tile_floats(const uint8_t *panel, const uint8_t *x, int n_x, const act_layout &a,
+                                      float *out) {
     const float *w = reinterpret_cast<const float *>(panel);
     if (n_x == MM_X)
         avx512_floats<MM_X>(w, x, a.stride, a.n, out);
@@ -5652,34 +5650,27 @@ struct matmul_kernels {
     int64_t panel_bytes; // of a panel, per block
 };
 
+template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS> static matmul_kernels choose_kernels(cpu_level level) {
+    matmul_kernels k = {"plain", ACT_PLAIN, 0, plain_vec<TYPE, BLOCK, BYTES, SUB, MINS>, nullptr, nullptr, 0};
+    if (level == CPU_PLAIN)
+        return k;
 #if defined(__x86_64__)
-template <int TYPE, int BLOCK> static matmul_kernels simd_kernels(cpu_level level) {
     if constexpr (BLOCK == 1) {
-        if (level == CPU_AVX512)
-            return {"avx512", 0, 12, avx2_vec_floats<TYPE>, avx2_unpack_floats<TYPE>, avx512_tile_floats, PANEL * 4};
-        return {"avx2", 0, 0, avx2_vec_floats<TYPE>, nullptr, nullptr, 0};
+        k = {"avx512", 0, 12, avx2_vec_floats<TYPE>, avx2_unpack_floats<TYPE>, avx512_tile_floats, PANEL * 4};
     } else {
         using F = fmt<TYPE>;
-        const int form = BLOCK == 32 ? ACT_PAIRS : ACT_PLAIN;
-        if (level == CPU_AVX512)
-            return {"avx512", form, 5, avx2_vec<F>, avx512_unpack<F>, avx512_tile<F>, avx512_panel<F>::UNITS * 128};
-        return {"avx2", form, 0, avx2_vec<F>, nullptr, nullptr, 0};
+        const int form = BLOCK == 32 ? ACT_PAIRS : ACT_PLAIN, bytes = avx512_panel<F>::UNITS * 128;
+        k = {"avx512", form, 5, avx2_vec<F>, avx512_unpack<F>, avx512_tile<F>, bytes};
     }
-}
+    if (level == CPU_AVX2)
+        k.path = "avx2", k.mm_from = 0;
 #endif
-
-template <int TYPE, int BLOCK, int BYTES, int SUB, bool MINS> static matmul_kernels choose_kernels(cpu_level level) {
-#if defined(__x86_64__)
-    if (level != CPU_PLAIN)
-        return simd_kernels<TYPE, BLOCK>(level);
-#endif
-    (void)level;
-    return {"plain", ACT_PLAIN, 0, plain_vec<TYPE, BLOCK, BYTES, SUB, MINS>, nullptr, nullptr, 0};
+    return k;
 }
 
 static matmul_kernels find_kernels(int type, cpu_level level) {
-#define KERNELS_CASE(name, id, block, bytes, sub, act, mins)                                                          \
-    case id:                                                                                                          \
+#define KERNELS_CASE(name, id, block, bytes, sub, act, mins)                                                           \
+    case id:                                                                                                           \
         return choose_kernels<id, block, bytes, sub, mins != 0>(level);
     switch (type) { Q_FORMATS(KERNELS_CASE) }
 #undef KERNELS_CASE
@@ -5766,20 +5757,19 @@ static void quantize_rows(backend *be, matmul_job &m, const float *x, uint8_t *o
 static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
     const format *f = find_format(w->type);
     if (!f || op->n_in % f->block != 0) {
-        be->error = "matmul: the weight's format does not fit";
+        be->error = be->error ? be->error : "matmul: the weight's format does not fit";
         return;
     }
-    if (op->n_rows <= 0 || op->n_out <= 0)
+    if (op->n_rows <= 0 || op->n_out <= 0 || op->n_group <= 0)
         return;
     const matmul_kernels k = find_kernels(w->type, be->level);
     const bool mm = k.mm_from > 0 && op->n_rows >= k.mm_from, floats = f->act == ACT_F32;
-    act_layout act = {};
+    const int64_t size = sizeof(float);
+    act_layout act = {ACT_PLAIN, 1, op->n_in, op->n_in, 0, 0, op->ld_x * size};
     if (!floats)
         act = act_plan(f->act, mm ? int(ACT_WALK) : k.vec_form, op->n_in);
-    else
-        act.n = op->n_in, act.stride = op->ld_x * int64_t(sizeof(float));
     matmul_job m = {*op, k, act, at<const uint8_t>(w->data), int64_t(w->row_bytes), nullptr, 0, at<float>(y), nullptr};
-    m.x = at<const uint8_t>(x), m.x_group = op->n_in * int64_t(sizeof(float));
+    m.x = at<const uint8_t>(x), m.x_group = op->n_in * size;
     if (op->has_bias)
         m.bias = at<const float>(bias);
 
@@ -7360,7 +7350,8 @@ static string describe_types(const model_file &f) {
     std::sort(share.rbegin(), share.rend());
     string out;
     for (const auto &s : share)
-        out += strf("%s%s %.0f%%", out.empty() ? "" : " ", find_format(s.second)->name, 100.0 * double(s.first) / double(total));
+        if (double(s.first) >= 0.005 * double(total))
+            out += strf("%s%s %.0f%%", out.empty() ? "" : " ", find_format(s.second)->name, 100.0 * double(s.first) / double(total));
     return out;
 }
 

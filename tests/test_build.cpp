@@ -138,13 +138,13 @@ TEST(Build, ExampleInCxxScoresLinesFromAnInstalledLibrary) {
 }
 
 TEST(Build, MakeRunPutsTheAnswerAloneOnStdout) {
-    unsetenv("MAKEFLAGS");
-    command_result r = shell("cd " + quoted(root_path("")) + " && make run", "What is your name?\n", 900);
+    // As a person calls it, not as a part of `make test`, where make names the folders that it enters.
+    command_result r = shell("cd " + quoted(root_path("")) + " && env -u MAKEFLAGS -u MAKELEVEL make run", "What is your name?\n", 900);
     EXPECT_EQ(r.code, 0) << r.err;
     EXPECT_EQ(r.out.find("make"), std::string::npos) << r.out;
     EXPECT_EQ(r.out.find("g++"), std::string::npos) << r.out;
     EXPECT_GT(r.out.size(), 1u);
-    EXPECT_EQ(std::count(r.out.begin(), r.out.end(), '\n') > 0, true);
+    EXPECT_EQ(r.out.back(), '\n');
 }
 
 // Promise 4 across compilers: with no flags but -O3 they give the logits that the Makefile's build gives, for float and
@@ -161,8 +161,9 @@ TEST(Build, BareCompilersGiveTheSameBits) {
     std::vector<std::thread> threads;
     for (int i = 0; i < 2; i++)
         if (const char *cxx = compilers[i]; shell(std::string("command -v ") + cxx).code == 0)
-            threads.emplace_back(
-                [&, cxx] { build_do(cxx + standard[i] + " -O3 tests/bits.cpp engine.cpp -pthread -o " + dir / cxx); });
+            threads.emplace_back([&, i, cxx] {
+                build_do(cxx + standard[i] + " -O3 tests/bits.cpp engine.cpp -pthread -o " + dir / cxx);
+            });
     build_do("g++ -std=c++17 -O1 tests/bits.cpp " + quoted(in_build("libengine.a")) + " -pthread -o " + dir / "ours");
     for (std::thread &t : threads)
         t.join();

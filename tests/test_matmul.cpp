@@ -22,7 +22,8 @@ struct matmul_guarded {
     explicit matmul_guarded(size_t bytes) : size(bytes) {
         const size_t page = size_t(sysconf(_SC_PAGESIZE));
         mapped = (bytes + page - 1) / page * page + page;
-        base = static_cast<uint8_t *>(mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        base =
+            static_cast<uint8_t *>(mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         if (base == MAP_FAILED || mprotect(base + mapped - page, page, PROT_NONE) != 0)
             abort();
         data = base + mapped - page - bytes;
@@ -49,7 +50,7 @@ void matmul_fill(int type, uint8_t *w, size_t bytes, matmul_rng &rng) {
         } else if (type == TYPE_F16) {
             matmul_put_half(b, rng.unit());
         } else if (type == TYPE_BF16) {
-            uint16_t h = float_to_bf16(rng.unit());
+            uint16_t h = uint16_t(float_bits(rng.unit()) >> 16);
             memcpy(b, &h, 2);
         } else if (type == TYPE_MXFP4) {
             *b = uint8_t(rng.range(115, 128));
@@ -167,7 +168,8 @@ void matmul_check_activations(matmul_quantize quantize, int act, int form, int n
         int32_t sum = 0;
         int16_t sums[16] = {};
         for (int i = 0; i < a.block; i++) {
-            EXPECT_EQ(matmul_activation(row.data(), a, b * a.block + i), q[size_t(i)]) << "block " << b << " value " << i;
+            EXPECT_EQ(matmul_activation(row.data(), a, b * a.block + i), q[size_t(i)])
+                << "block " << b << " value " << i;
             sum += q[size_t(i)];
             const int sub = i / 16 % 16;
             sums[sub % 2 * 8 + sub / 2] = int16_t(sums[sub % 2 * 8 + sub / 2] + q[size_t(i)]);
@@ -211,8 +213,8 @@ struct matmul_product {
     vector<float> x, expected; // [n_rows, n_in], [n_rows, n_out]
 
     matmul_product(backend &be, const format &f, int n_in, int n_out, int n_rows, matmul_rng &rng)
-        : f(f), n_in(n_in), n_out(n_out), n_rows(n_rows), bytes(row_bytes(f, uint64_t(n_in))), w(bytes * uint64_t(n_out)),
-          x(size_t(n_in) * size_t(n_rows)), expected(size_t(n_out) * size_t(n_rows)) {
+        : f(f), n_in(n_in), n_out(n_out), n_rows(n_rows), bytes(row_bytes(f, uint64_t(n_in))),
+          w(bytes * uint64_t(n_out)), x(size_t(n_in) * size_t(n_rows)), expected(size_t(n_out) * size_t(n_rows)) {
         matmul_fill(f.type, w.data, w.size, rng);
         for (float &v : x)
             v = rng.unit();
@@ -230,9 +232,9 @@ struct matmul_product {
         for (int t = 0; t < rows; t++)
             for (int o = 0; o < out; o++)
                 ASSERT_TRUE(matmul_same(y[size_t(t * out + o)], expected[size_t(t * n_out + n_out - out + o)]))
-                    << f.name << " level " << level << " threads " << be.pool.size << " n_in " << n_in << " n_out " << out
-                    << " rows " << rows << " at row " << t << ", " << o << ": " << y[size_t(t * out + o)] << ", expected "
-                    << expected[size_t(t * n_out + n_out - out + o)];
+                    << f.name << " level " << level << " threads " << be.pool.size << " n_in " << n_in << " n_out "
+                    << out << " rows " << rows << " at row " << t << ", " << o << ": " << y[size_t(t * out + o)]
+                    << ", expected " << expected[size_t(t * n_out + n_out - out + o)];
     }
 };
 
@@ -350,7 +352,8 @@ TEST(Matmul, RowsDoNotTouchEachOther) {
             vector<float> y(size_t(33 * 7));
             matmul_run(be, level, {p.op(7, 33), p.w.data, p.x.data(), nullptr, y.data()});
             for (int i = 0; i < 33 * 7; i++)
-                EXPECT_TRUE(i / 33 % 2 == 0 ? std::isnan(y[size_t(i)]) : matmul_same(y[size_t(i)], p.expected[size_t(i)]))
+                EXPECT_TRUE(i / 33 % 2 == 0 ? std::isnan(y[size_t(i)])
+                                            : matmul_same(y[size_t(i)], p.expected[size_t(i)]))
                     << f.name << " level " << level << " at " << i;
         }
     }
@@ -373,14 +376,22 @@ TEST(Matmul, GroupsBiasAccumulateAndStrides) {
         // Each group by itself, by the reference.
         vector<float> product(before.size());
         for (int g = 0; g < n_group; g++)
-            matmul_run(be, CPU_PLAIN, {{rows, n_in, n_out, 1, f.type, ld_x, ld_y, 0, 0}, w.data + bytes * uint64_t(g * n_out),
-                                       &x[size_t(g * n_in)], nullptr, &product[size_t(g * n_out)]});
+            matmul_run(be, CPU_PLAIN,
+                       {{rows, n_in, n_out, 1, f.type, ld_x, ld_y, 0, 0},
+                        w.data + bytes * uint64_t(g * n_out),
+                        &x[size_t(g * n_in)],
+                        nullptr,
+                        &product[size_t(g * n_out)]});
         for (cpu_level level : matmul_levels())
             for (int n : {1, rows})
                 for (int with : {0, 1, 2, 3}) {
                     vector<float> y = before;
-                    matmul_run(be, level, {{n, n_in, n_out, n_group, f.type, ld_x, ld_y, with & 1, with >> 1}, w.data, x.data(),
-                                           with & 2 ? bias.data() : nullptr, y.data()});
+                    matmul_run(be, level,
+                               {{n, n_in, n_out, n_group, f.type, ld_x, ld_y, with & 1, with >> 1},
+                                w.data,
+                                x.data(),
+                                with & 2 ? bias.data() : nullptr,
+                                y.data()});
                     for (size_t i = 0; i < y.size(); i++) {
                         const size_t t = i / size_t(ld_y), o = i % size_t(ld_y);
                         float expected = with & 2 && o < bias.size() ? product[i] + bias[o] : product[i];
@@ -388,8 +399,8 @@ TEST(Matmul, GroupsBiasAccumulateAndStrides) {
                             expected = before[i] + expected;
                         if (t >= size_t(n) || o >= size_t(n_out * n_group))
                             expected = before[i];
-                        ASSERT_TRUE(matmul_same(y[i], expected))
-                            << f.name << " level " << level << " rows " << n << " with " << with << " at " << t << ", " << o;
+                        ASSERT_TRUE(matmul_same(y[i], expected)) << f.name << " level " << level << " rows " << n
+                                                                 << " with " << with << " at " << t << ", " << o;
                     }
                 }
     }

@@ -2,6 +2,7 @@
 #include "unit.h"
 
 #include "gguf_writer.h"
+#include "mutate.h"
 
 #include <nlohmann/json.hpp>
 
@@ -113,6 +114,145 @@ model_ids model_prompt(int n, int n_vocab) {
     return ids;
 }
 
+// ---- an independent forward pass ---------------------------------------------------------------------------------
+
+// The model's logits after the last of `ids`, in double from the decoded weights, by the formulas of the architectures'
+// papers. With `halves` keys and values are rounded to f16, as the cache does.
+struct model_reference {
+    model_file f;
+    std::string arch;
+    int n_layer, d, n_head, n_kv, hd, n_ff;
+    double eps, base;
+    typedef std::vector<double> vec;
+
+    explicit model_reference(const std::string &path) : f(open_model_file(path.c_str(), false)) {
+        arch = std::string(f.need_string("general.architecture"));
+        const auto key = [&](const char *k, int64_t fallback) { return int(f.get_int(arch + "." + k, fallback, 0, 1 << 30)); };
+        n_layer = key("block_count", 0), d = key("embedding_length", 0), n_ff = key("feed_forward_length", 0);
+        n_head = key("attention.head_count", 0), n_kv = key("attention.head_count_kv", n_head);
+        hd = key("attention.key_length", d / n_head);
+        eps = f.get_float(arch + ".attention.layer_norm_rms_epsilon", 0);
+        base = f.get_float(arch + ".rope.freq_base", 10000);
+    }
+    vec times(const std::string &name, const vec &x, bool with_bias = true) {
+        const tensor_info *t = f.find(name + ".weight"), *b = f.find(name + ".bias");
+        EXPECT_TRUE(t) << name;
+        vec y(t->dims[1]);
+        std::vector<float> row(t->dims[0]), bias(y.size());
+        if (b && with_bias)
+            decode_row(b->type, b->data, bias.data(), int64_t(bias.size()));
+        for (size_t o = 0; o < y.size(); o++) {
+            decode_row(t->type, t->data + o * (t->bytes / y.size()), row.data(), int64_t(row.size()));
+            y[o] = double(bias[o]);
+            for (size_t i = 0; i < row.size(); i++)
+                y[o] += double(row[i]) * x[i];
+        }
+        return y;
+    }
+    void norm(double *x, int n, const std::string &name) {
+        const tensor_info *t = f.find(name + ".weight");
+        std::vector<float> w(size_t(n), 1.0f);
+        EXPECT_TRUE(t) << name;
+        decode_row(t->type, t->data, w.data(), n);
+        double sum = 0;
+        for (int i = 0; i < n; i++)
+            sum += x[i] * x[i];
+        for (int i = 0; i < n; i++)
+            x[i] *= double(w[size_t(i)]) / std::sqrt(sum / n + eps);
+    }
+    void rotate(double *x, int pos) {
+        for (int i = 0; i < hd / 2; i++) {
+            const double angle = pos * std::pow(base, -2.0 * i / hd);
+            double &a = arch == "llama" ? x[2 * i] : x[i], &b = arch == "llama" ? x[2 * i + 1] : x[i + hd / 2];
+            const double a0 = a, b0 = b;
+            a = a0 * std::cos(angle) - b0 * std::sin(angle);
+            b = a0 * std::sin(angle) + b0 * std::cos(angle);
+        }
+    }
+    vec run(const model_ids &ids, bool halves) {
+        const auto kept = [&](double v) { return halves ? double(half_to_float(float_to_half(float(v)))) : v; };
+        std::vector<vec> xs;
+        for (int32_t id : ids) {
+            const tensor_info *t = f.find("token_embd.weight");
+            std::vector<float> row(size_t(d), 0.0f);
+            decode_row(t->type, t->data + size_t(id) * (t->bytes / t->dims[1]), row.data(), d);
+            xs.emplace_back(row.begin(), row.end());
+        }
+        for (int l = 0; l < n_layer; l++) {
+            const std::string blk = "blk." + std::to_string(l) + ".";
+            std::vector<vec> ks, vs;
+            for (size_t t = 0; t < ids.size(); t++) {
+                vec h = xs[t];
+                norm(h.data(), d, blk + "attn_norm");
+                vec q = times(blk + "attn_q", h), k = times(blk + "attn_k", h), v = times(blk + "attn_v", h);
+                for (int i = 0; i < n_head; i++) {
+                    if (arch == "qwen3")
+                        norm(&q[size_t(i * hd)], hd, blk + "attn_q_norm");
+                    rotate(&q[size_t(i * hd)], int(t));
+                }
+                for (int i = 0; i < n_kv; i++) {
+                    if (arch == "qwen3")
+                        norm(&k[size_t(i * hd)], hd, blk + "attn_k_norm");
+                    rotate(&k[size_t(i * hd)], int(t));
+                }
+                for (double &x : k)
+                    x = kept(x);
+                for (double &x : v)
+                    x = kept(x);
+                ks.push_back(k), vs.push_back(v);
+                vec att(size_t(n_head * hd), 0.0);
+                for (int i = 0; i < n_head; i++) {
+                    const int kv = i / (n_head / n_kv);
+                    vec p(t + 1);
+                    double z = 0;
+                    for (size_t s = 0; s <= t; s++) {
+                        double dot = 0;
+                        for (int c = 0; c < hd; c++)
+                            dot += q[size_t(i * hd + c)] * ks[s][size_t(kv * hd + c)];
+                        z += p[s] = std::exp(dot / std::sqrt(double(hd)));
+                    }
+                    for (size_t s = 0; s <= t; s++)
+                        for (int c = 0; c < hd; c++)
+                            att[size_t(i * hd + c)] += p[s] / z * vs[s][size_t(kv * hd + c)];
+                }
+                const vec o = times(blk + "attn_output", att);
+                for (int i = 0; i < d; i++)
+                    xs[t][size_t(i)] += o[size_t(i)];
+                h = xs[t];
+                norm(h.data(), d, blk + "ffn_norm");
+                vec g = times(blk + "ffn_gate", h), u = times(blk + "ffn_up", h);
+                for (size_t i = 0; i < g.size(); i++)
+                    g[i] *= u[i] / (1 + std::exp(-g[i]));
+                const vec y = times(blk + "ffn_down", g);
+                for (int i = 0; i < d; i++)
+                    xs[t][size_t(i)] += y[size_t(i)];
+            }
+        }
+        norm(xs.back().data(), d, "output_norm");
+        return times(f.find("output.weight") ? "output" : "token_embd", xs.back(), false);
+    }
+};
+
+// The largest difference from the reference, as a share of the logits' deviation.
+double model_distance(const std::vector<float> &got, const std::vector<double> &want) {
+    EXPECT_EQ(got.size(), want.size());
+    double most = 0, squares = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        most = std::max(most, std::fabs(double(got[i]) - want[i]));
+        squares += want[i] * want[i];
+    }
+    return most / std::sqrt(squares / double(want.size()));
+}
+
+std::string model_make(const test::temp_dir &dir, const std::string &options) {
+    const char *build = getenv("ENGINE_BUILD");
+    const std::string path = dir / "model.gguf";
+    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
+    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return path;
+}
+
 // ---- golden values of other people's implementations ----------------------------------------------------------
 
 TEST(Model, StoriesGreedyIsThePublishedText) {
@@ -133,8 +273,9 @@ TEST(Model, StoriesGreedyIsThePublishedText) {
         s.sync(want["prompt_ids"].get<model_ids>());
         const std::vector<float> l = s.logits(), expect = want["prompt_last_logits"].get<std::vector<float>>();
         ASSERT_EQ(l.size(), expect.size());
-        for (size_t i = 0; i < l.size(); i++) // the values are an exact cache's; ours has f16 rows
-            EXPECT_NEAR(l[i], expect[i], 1e-2) << type << " logit " << i;
+        if (type == std::string("f32")) { // the values are of these weights, and of exact cache rows; ours are f16
+            EXPECT_LT(model_distance(l, std::vector<double>(expect.begin(), expect.end())), 1e-3);
+        }
     }
 }
 
@@ -317,145 +458,6 @@ TEST(Model, SameBitsAfterReuseAndRewind) {
     }
 }
 
-// ---- an independent forward pass ---------------------------------------------------------------------------------
-
-// The model's logits after the last of `ids`, in double from the decoded weights, by the formulas of the architectures'
-// papers. With `halves` keys and values are rounded to f16, as the cache does.
-struct model_reference {
-    model_file f;
-    std::string arch;
-    int n_layer, d, n_head, n_kv, hd, n_ff;
-    double eps, base;
-    typedef std::vector<double> vec;
-
-    explicit model_reference(const std::string &path) : f(open_model_file(path.c_str(), false)) {
-        arch = std::string(f.need_string("general.architecture"));
-        const auto key = [&](const char *k, int64_t fallback) { return int(f.get_int(arch + "." + k, fallback, 0, 1 << 30)); };
-        n_layer = key("block_count", 0), d = key("embedding_length", 0), n_ff = key("feed_forward_length", 0);
-        n_head = key("attention.head_count", 0), n_kv = key("attention.head_count_kv", n_head);
-        hd = key("attention.key_length", d / n_head);
-        eps = f.get_float(arch + ".attention.layer_norm_rms_epsilon", 0);
-        base = f.get_float(arch + ".rope.freq_base", 10000);
-    }
-    vec times(const std::string &name, const vec &x, bool with_bias = true) {
-        const tensor_info *t = f.find(name + ".weight"), *b = f.find(name + ".bias");
-        EXPECT_TRUE(t) << name;
-        vec y(t->dims[1]);
-        std::vector<float> row(t->dims[0]), bias(y.size());
-        if (b && with_bias)
-            decode_row(b->type, b->data, bias.data(), int64_t(bias.size()));
-        for (size_t o = 0; o < y.size(); o++) {
-            decode_row(t->type, t->data + o * (t->bytes / y.size()), row.data(), int64_t(row.size()));
-            y[o] = double(bias[o]);
-            for (size_t i = 0; i < row.size(); i++)
-                y[o] += double(row[i]) * x[i];
-        }
-        return y;
-    }
-    void norm(double *x, int n, const std::string &name) {
-        const tensor_info *t = f.find(name + ".weight");
-        std::vector<float> w(size_t(n), 1.0f);
-        EXPECT_TRUE(t) << name;
-        decode_row(t->type, t->data, w.data(), n);
-        double sum = 0;
-        for (int i = 0; i < n; i++)
-            sum += x[i] * x[i];
-        for (int i = 0; i < n; i++)
-            x[i] *= double(w[size_t(i)]) / std::sqrt(sum / n + eps);
-    }
-    void rotate(double *x, int pos) {
-        for (int i = 0; i < hd / 2; i++) {
-            const double angle = pos * std::pow(base, -2.0 * i / hd);
-            double &a = arch == "llama" ? x[2 * i] : x[i], &b = arch == "llama" ? x[2 * i + 1] : x[i + hd / 2];
-            const double a0 = a, b0 = b;
-            a = a0 * std::cos(angle) - b0 * std::sin(angle);
-            b = a0 * std::sin(angle) + b0 * std::cos(angle);
-        }
-    }
-    vec run(const model_ids &ids, bool halves) {
-        const auto kept = [&](double v) { return halves ? double(half_to_float(float_to_half(float(v)))) : v; };
-        std::vector<vec> xs;
-        for (int32_t id : ids) {
-            const tensor_info *t = f.find("token_embd.weight");
-            std::vector<float> row(size_t(d), 0.0f);
-            decode_row(t->type, t->data + size_t(id) * (t->bytes / t->dims[1]), row.data(), d);
-            xs.emplace_back(row.begin(), row.end());
-        }
-        for (int l = 0; l < n_layer; l++) {
-            const std::string blk = "blk." + std::to_string(l) + ".";
-            std::vector<vec> ks, vs;
-            for (size_t t = 0; t < ids.size(); t++) {
-                vec h = xs[t];
-                norm(h.data(), d, blk + "attn_norm");
-                vec q = times(blk + "attn_q", h), k = times(blk + "attn_k", h), v = times(blk + "attn_v", h);
-                for (int i = 0; i < n_head; i++) {
-                    if (arch == "qwen3")
-                        norm(&q[size_t(i * hd)], hd, blk + "attn_q_norm");
-                    rotate(&q[size_t(i * hd)], int(t));
-                }
-                for (int i = 0; i < n_kv; i++) {
-                    if (arch == "qwen3")
-                        norm(&k[size_t(i * hd)], hd, blk + "attn_k_norm");
-                    rotate(&k[size_t(i * hd)], int(t));
-                }
-                for (double &x : k)
-                    x = kept(x);
-                for (double &x : v)
-                    x = kept(x);
-                ks.push_back(k), vs.push_back(v);
-                vec att(size_t(n_head * hd), 0.0);
-                for (int i = 0; i < n_head; i++) {
-                    const int kv = i / (n_head / n_kv);
-                    vec p(t + 1);
-                    double z = 0;
-                    for (size_t s = 0; s <= t; s++) {
-                        double dot = 0;
-                        for (int c = 0; c < hd; c++)
-                            dot += q[size_t(i * hd + c)] * ks[s][size_t(kv * hd + c)];
-                        z += p[s] = std::exp(dot / std::sqrt(double(hd)));
-                    }
-                    for (size_t s = 0; s <= t; s++)
-                        for (int c = 0; c < hd; c++)
-                            att[size_t(i * hd + c)] += p[s] / z * vs[s][size_t(kv * hd + c)];
-                }
-                const vec o = times(blk + "attn_output", att);
-                for (int i = 0; i < d; i++)
-                    xs[t][size_t(i)] += o[size_t(i)];
-                h = xs[t];
-                norm(h.data(), d, blk + "ffn_norm");
-                vec g = times(blk + "ffn_gate", h), u = times(blk + "ffn_up", h);
-                for (size_t i = 0; i < g.size(); i++)
-                    g[i] *= u[i] / (1 + std::exp(-g[i]));
-                const vec y = times(blk + "ffn_down", g);
-                for (int i = 0; i < d; i++)
-                    xs[t][size_t(i)] += y[size_t(i)];
-            }
-        }
-        norm(xs.back().data(), d, "output_norm");
-        return times(f.find("output.weight") ? "output" : "token_embd", xs.back(), false);
-    }
-};
-
-// The largest difference from the reference, as a share of the logits' deviation.
-double model_distance(const std::vector<float> &got, const std::vector<double> &want) {
-    EXPECT_EQ(got.size(), want.size());
-    double most = 0, squares = 0;
-    for (size_t i = 0; i < want.size(); i++) {
-        most = std::max(most, std::fabs(double(got[i]) - want[i]));
-        squares += want[i] * want[i];
-    }
-    return most / std::sqrt(squares / double(want.size()));
-}
-
-std::string model_make(const test::temp_dir &dir, const std::string &options) {
-    const char *build = getenv("ENGINE_BUILD");
-    const std::string path = dir / "model.gguf";
-    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
-    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
-    EXPECT_EQ(r.code, 0) << r.err;
-    return path;
-}
-
 // Every architecture in odd shapes: with float weights only the cache's f16 rows differ from the exact result, and with
 // the reference rounding these as well the rest is float rounding.
 TEST(Model, EqualsAnIndependentForwardPass) {
@@ -491,11 +493,16 @@ TEST(Model, EveryFormatIsNearTheIndependentForwardPass) {
         const std::string path = model_make(
             dir, std::string("--arch llama --layers 2 --embd 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 300 --pure --type ") + f.name);
         open_model m(path);
-        const model_ids ids = model_prompt(40, 300);
-        open_session s(m.m);
-        s.sync(ids);
-        EXPECT_LT(model_distance(s.logits(), model_reference(path).run(ids, true)), 0.1) << f.name;
-        model_check_invariance(path, 40);
+        const model_ids ids = model_prompt(12, 300);
+        const std::vector<float> want = model_run(m.m, ids, 12);
+        EXPECT_LT(model_distance(want, model_reference(path).run(ids, true)), 0.1) << f.name;
+        for (const char *cpu : {"plain", "avx2", "avx512"}) {
+            open_model other(path, 2, cpu);
+            EXPECT_EQ(model_run(other.m, ids, 5), want) << f.name << " " << cpu;
+            if (*cpu != 'p') {
+                EXPECT_EQ(model_run(other.m, ids, 1), want) << f.name << " " << cpu;
+            }
+        }
     }
 }
 
@@ -924,6 +931,79 @@ TEST(Api, InfoIsFilled) {
     EXPECT_STREQ(i.generic_ops, "");
 }
 
+// ---- damaged files, all the way through --------------------------------------------------------------------------
+
+// A damaged model is refused with a message, or opens and works: it is asked for everything a program would ask. Pages of
+// address space in use are measured on the way. Returns whether it opened.
+bool model_use(const std::string &path, int64_t *pages) {
+    engine_error err = {};
+    engine_model *m = nullptr;
+    engine_open_options oo = {};
+    oo.threads = 1;
+    const int code = engine_open(&m, path.c_str(), &oo, &err);
+    if (code < 0) {
+        EXPECT_EQ(code, err.code);
+        EXPECT_NE(std::string(err.msg).find(path), std::string::npos) << err.msg;
+        return false;
+    }
+    engine_model_info info = {};
+    EXPECT_EQ(engine_info(m, &info, &err), 0) << err.msg;
+    engine_meta(m, nullptr, nullptr, 0, nullptr);
+    int32_t ids[64];
+    int n = engine_tokenize(m, "Hello, w\xc3\xb6rld <|im_end|>", size_t(-1), ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL, ids, 16, &err);
+    n = std::min(std::max(n, 0), 16);
+    char text[256];
+    EXPECT_GE(engine_detokenize(m, ids, size_t(n), 1, text, sizeof text, &err), 0) << err.msg;
+    const engine_message hi = {"user", "hi"};
+    engine_render_chat(m, &hi, 1, 1, nullptr, 0, &err);
+    engine_session *s = nullptr;
+    engine_session_options so = {};
+    so.n_ctx = 32;
+    if (engine_session_new(&s, m, &so, &err) == 0) {
+        if (engine_sync(s, ids, size_t(n), &err) >= 0) {
+            engine_generate_options go = {};
+            go.max_tokens = 2;
+            engine_generate(s, &go, nullptr, nullptr, nullptr, &err);
+        }
+        if (FILE *f = fopen("/proc/self/statm", "r")) {
+            long long now = 0;
+            EXPECT_EQ(fscanf(f, "%lld", &now), 1);
+            *pages = std::max<int64_t>(*pages, now);
+            fclose(f);
+        }
+    }
+    engine_session_free(s);
+    engine_close(m);
+    return true;
+}
+
+TEST(Api, DamagedModelsAreRefusedOrWork) {
+    test::temp_dir dir;
+    const std::string valid = test::read_file(model_make(dir, "--layers 1 --embd 32 --heads 2 --ffn 32 --vocab 280 --type Q4_0"));
+    const std::string path = dir / "damaged.gguf";
+    const size_t head = valid.size() - 280 * 18 - 7000;
+    int64_t start = 0, most = 0;
+    test::write_file(path, valid);
+    ASSERT_TRUE(model_use(path, &start));
+    int opened = 0, refused = 0;
+    test::heap_meter meter;
+    const auto check = [&](const std::string &bytes) {
+        test::write_file(path, bytes);
+        (model_use(path, &most) ? opened : refused)++;
+    };
+    test::mutate(valid, head, test::long_tests() ? 100000 : 3000, 2, [&](const std::string &bytes, int) { check(bytes); });
+    EXPECT_GT(opened, 100);
+    EXPECT_GT(refused, 1000);
+    opened = 0;
+    for (size_t n = 0; n < valid.size(); n += test::long_tests() ? 1 : 53)
+        check(valid.substr(0, n));
+    EXPECT_EQ(opened, 0) << "every file that ends early is refused";
+    EXPECT_LT(meter.peak(), 64 << 20);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(__clang__)
+    EXPECT_LT((most - start) * sysconf(_SC_PAGESIZE), 64 << 20);
+#endif
+}
+
 // ---- the source ------------------------------------------------------------------------------------------------
 
 std::string model_chapter(const std::string &source, const char *from, const char *to) {
@@ -956,7 +1036,7 @@ TEST(Source, ContentsEqualTheBanners) {
 
 TEST(Source, ReadsFewEnvironmentVariables) {
     std::set<std::string> names;
-    const std::regex use("getenv\\(\"(\\w+)\"\\)"), any("getenv\\(");
+    const std::regex use("\\bgetenv\\(\"(\\w+)\"\\)"), any("\\bgetenv\\(");
     for (const char *file : {"engine.cpp", "cli.cpp"}) {
         const std::string source = test::read_file(test::root_path(file));
         size_t uses = 0, all = 0;

@@ -243,9 +243,6 @@ TEST(Quants, EveryHalfIsExactAndComesBack) {
         ASSERT_TRUE(quants_same(f, quants_half_value(uint16_t(h)))) << std::hex << h;
         ASSERT_EQ(float_bits(f) >> 31, h >> 15) << std::hex << h;
         ASSERT_EQ(float_to_half(f), std::isnan(f) ? h | 0x200 : h) << std::hex << h;
-        float b = bf16_to_float(uint16_t(h));
-        ASSERT_EQ(float_bits(b), h << 16);
-        ASSERT_EQ(float_to_bf16(b), std::isnan(b) ? h | 0x40 : h) << std::hex << h;
     }
 }
 
@@ -262,25 +259,6 @@ TEST(Quants, FloatsRoundToNearestEven) {
                 ASSERT_EQ(got, want) << f << " " << std::hex << float_bits(f);
         });
     }
-    quants_for_edges(16, [&](float f) {
-        uint16_t got = float_to_bf16(f);
-        if (std::isnan(f)) {
-            ASSERT_TRUE(std::isnan(bf16_to_float(got)));
-            return;
-        }
-        // The nearer of the two neighbours in double, the even one of two equally near; 2^128 stands for infinity.
-        uint32_t down = float_bits(f) >> 16;
-        auto value = [](uint32_t b) {
-            return (b & 0x7fff) == 0x7f80 ? std::ldexp(1, 128) : std::fabs(double(q_float(b << 16)));
-        };
-        if ((down & 0x7fff) == 0x7f80) {
-            ASSERT_EQ(got, down);
-            return;
-        }
-        double a = std::fabs(double(f)), below = a - value(down), above = value(down + 1) - a;
-        uint32_t want = below < above || (below == above && down % 2 == 0) ? down : down + 1;
-        ASSERT_EQ(got, want) << f << " " << std::hex << float_bits(f);
-    });
 }
 
 #if defined(__x86_64__)

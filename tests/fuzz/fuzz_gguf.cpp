@@ -37,5 +37,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                 __builtin_trap();
     }
     sink = sum;
+    (void)sink;
     return 0;
 }

@@ -1,7 +1,8 @@
-// fuzz_tokenize: any bytes as text, for toy vocabularies of every pre-tokenizer and of SentencePiece's kind. The first byte
-// chooses the vocabulary, the second whether special tokens are parsed and whether the rest is text, or half of it text and
-// half the mask of what a user wrote.
-//     clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined tests/fuzz/fuzz_tokenize.cpp -o fuzz_tokenize -lpthread
+// fuzz_tokenize: any bytes as text, for toy vocabularies of every pre-tokenizer and of SentencePiece's kind. The first
+// byte chooses the vocabulary, the second whether special tokens are parsed and whether the rest is text, or half of it
+// text and half the mask of what a user wrote.
+//     clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined tests/fuzz/fuzz_tokenize.cpp -o fuzz_tokenize
+//     -lpthread
 //     ./fuzz_tokenize -max_len=512 tests/fuzz/corpus_tokenize
 #ifndef UNIT_H
 #include "../../engine.cpp"
@@ -11,7 +12,6 @@
 
 static const int CONTROLS = 2; // each vocabulary begins with them
 
-// The file's bytes, which the vocabulary's loader has read.
 static vocab make_toy(const char *pre) {
     vector<string> tokens = {"<|im_start|>", "<s>"}, merges;
     vector<int32_t> types = {3, 3};
@@ -33,7 +33,8 @@ static vocab make_toy(const char *pre) {
     for (const string &c : {space, string("a"), string("b"), string("s")})
         if (!pre)
             tokens.push_back(c), types.push_back(1);
-    const std::pair<string, string> pairs[] = {{"a", "b"}, {"a", "a"}, {"aa", "aa"}, {space, "a"}, {space, space}, {"b", "a"}, {"ab", "ab"}};
+    const std::pair<string, string> pairs[] = {{"a", "b"},     {"a", "a"}, {"aa", "aa"}, {space, "a"},
+                                               {space, space}, {"b", "a"}, {"ab", "ab"}};
     for (auto &p : pairs) {
         merges.push_back(p.first + " " + p.second);
         tokens.push_back(p.first + p.second), types.push_back(1);
@@ -69,12 +70,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     // A space that was written as U+2581 comes back as a space.
     if ((v.pre || text.find("\xe2\x96\x81") == text.npos) && detokenize(v, ids.data(), ids.size(), true) != text)
         __builtin_trap();
-    size_t controls = 0, free = n;
+    size_t controls = 0, open = n; // open: bytes that no user wrote
     for (int32_t id : ids)
         controls += id < CONTROLS;
     for (size_t i = 0; literal && i < n; i++)
-        free -= literal[i] != 0;
-    if (controls && (!special || free < 3 * controls))
+        open -= literal[i] != 0;
+    if (controls && (!special || open < 3 * controls))
         __builtin_trap();
 
     utf8_gate whole, bytes;
