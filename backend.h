@@ -39,21 +39,22 @@ struct seg {
 
 // What changes from step to step, on the device; uploaded by `put` before the operations of a step.
 struct step {
-    struct mem token;     // int32 [n_rows]
-    struct mem pos;       // int32 [n_rows], position of each row in its sequence
-    struct mem seq;       // int32 [n_rows], which page table it belongs to
-    struct mem table;     // int32 [n_seq, table_len], page ids
-    struct mem out_row;   // int32 [n_out], rows whose logits are wanted
-    struct mem rotary[2]; // float [n_rows, n_rot / 2, 2], cos and sin of each row's angles, computed in double on the host
+    struct mem token;   // int32 [n_rows]
+    struct mem pos;     // int32 [n_rows], position of each row in its sequence
+    struct mem seq;     // int32 [n_rows], which page table it belongs to
+    struct mem table;   // int32 [n_seq, table_len], page ids
+    struct mem out_row; // int32 [n_out], rows whose logits are wanted
+    // float [n_rows, n_rot / 2, 2]: cos and sin of each row's angles, computed in double on the host
+    struct mem rotary[2];
     int32_t table_len;
 };
 
 #define OP_INT(name) int32_t name;
 #define OP_FLOAT(name) float name;
-#define OP_STRUCT(name, LIST)                                                                                     \
-    struct name##_op {                                                                                            \
-        LIST(OP_INT, OP_FLOAT)                                                                                    \
-    };                                                                                                            \
+#define OP_STRUCT(name, LIST)                                                                                          \
+    struct name##_op {                                                                                                 \
+        LIST(OP_INT, OP_FLOAT)                                                                                         \
+    };                                                                                                                 \
     static_assert(sizeof(struct name##_op) <= 128, #name ": push constants hold 128 bytes");
 OP_STRUCT(embed, OP_EMBED)
 OP_STRUCT(rows, OP_ROWS)
@@ -79,8 +80,8 @@ OP_STRUCT(hc_post, OP_HC_POST)
 struct backend; // each backend's own state
 
 struct backend_ops {
-    // Memory. alloc and weights return a null handle when they fail. weights makes mapped file bytes usable, in place where
-    // the device can. put and get copy between host and device, in order with the operations.
+    // Memory. alloc and weights return a null handle when they fail. weights makes mapped file bytes usable, in place
+    // where the device can. put and get copy between host and device, in order with the operations.
     struct mem (*alloc)(struct backend *, uint64_t bytes);
     void (*free)(struct backend *, struct mem);
     struct mem (*weights)(struct backend *, const void *host, uint64_t bytes);
@@ -92,25 +93,34 @@ struct backend_ops {
     void (*embed)(struct backend *, const struct embed_op *, struct mem y, const struct mat *w, const struct step *);
     void (*rows)(struct backend *, const struct rows_op *, struct mem y, struct mem x, const struct step *);
     void (*norm)(struct backend *, const struct norm_op *, struct mem y, struct mem x, struct mem w);
-    void (*matmul)(struct backend *, const struct matmul_op *, struct mem y, const struct mat *w, struct mem x, struct mem bias);
-    void (*matmul_id)(struct backend *, const struct matmul_id_op *, struct mem y, const struct mat *w, struct mem x, struct mem id, struct mem bias);
+    void (*matmul)(struct backend *, const struct matmul_op *, struct mem y, const struct mat *w, struct mem x,
+                   struct mem bias);
+    void (*matmul_id)(struct backend *, const struct matmul_id_op *, struct mem y, const struct mat *w, struct mem x,
+                      struct mem id, struct mem bias);
     void (*rope)(struct backend *, const struct rope_op *, struct mem x, const struct step *);
-    void (*kv_put)(struct backend *, const struct kv_put_op *, const struct seg *, struct mem k, struct mem v, const struct step *);
-    void (*attend)(struct backend *, const struct attend_op *, struct mem y, struct mem q, const struct seg seg[2], struct mem sinks, const struct step *);
+    void (*kv_put)(struct backend *, const struct kv_put_op *, const struct seg *, struct mem k, struct mem v,
+                   const struct step *);
+    void (*attend)(struct backend *, const struct attend_op *, struct mem y, struct mem q, const struct seg seg[2],
+                   struct mem sinks, const struct step *);
     void (*glu)(struct backend *, const struct glu_op *, struct mem y, struct mem gate, struct mem up);
     void (*add)(struct backend *, const struct add_op *, struct mem y, struct mem x);
     void (*scale)(struct backend *, const struct scale_op *, struct mem y, struct mem x, struct mem gate);
-    void (*route)(struct backend *, const struct route_op *, struct mem id, struct mem weight, struct mem score, struct mem bias, struct mem table, const struct step *);
+    void (*route)(struct backend *, const struct route_op *, struct mem id, struct mem weight, struct mem score,
+                  struct mem bias, struct mem table, const struct step *);
     void (*mix)(struct backend *, const struct mix_op *, struct mem y, struct mem x, struct mem weight);
     void (*topk)(struct backend *, const struct topk_op *, struct mem id, struct mem score, const struct step *);
 
     // DeepSeek-V4.
-    void (*pool)(struct backend *, const struct pool_op *, const struct seg *, struct mem state, struct mem kv, struct mem gate, struct mem ape, struct mem w, const struct step *);
-    void (*index)(struct backend *, const struct index_op *, struct mem score, struct mem q, struct mem weight, const struct seg *, const struct step *);
+    void (*pool)(struct backend *, const struct pool_op *, const struct seg *, struct mem state, struct mem kv,
+                 struct mem gate, struct mem ape, struct mem w, const struct step *);
+    void (*index)(struct backend *, const struct index_op *, struct mem score, struct mem q, struct mem weight,
+                  const struct seg *, const struct step *);
     void (*requant)(struct backend *, const struct requant_op *, struct mem x);
-    void (*hc_split)(struct backend *, const struct hc_split_op *, struct mem pre, struct mem post, struct mem comb, struct mem m, struct mem base, struct mem scale);
+    void (*hc_split)(struct backend *, const struct hc_split_op *, struct mem pre, struct mem post, struct mem comb,
+                     struct mem m, struct mem base, struct mem scale);
     void (*hc_pre)(struct backend *, const struct hc_pre_op *, struct mem u, struct mem pre, struct mem s);
-    void (*hc_post)(struct backend *, const struct hc_post_op *, struct mem s, struct mem post, struct mem comb, struct mem y);
+    void (*hc_post)(struct backend *, const struct hc_post_op *, struct mem s, struct mem post, struct mem comb,
+                    struct mem y);
 };
 
 #endif

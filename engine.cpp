@@ -2092,7 +2092,7 @@ static bool is_end(const vocab &v, int32_t id) { return std::find(v.ends.begin()
 // ---------------------------------------------------------------------------------------------------
 // 5. TEMPLATE
 //
-// Chat templates: the part of the Jinja language that model files use, parsed into a tree and interpreted
+// Chat templates: the part of the Jinja language that model files use, cut into tokens and interpreted
 // with the settings that Hugging Face uses (trim_blocks, lstrip_blocks, no trailing newline). Values behave
 // as Python's do: text is indexed by characters, and lists and dicts do not change after they are made.
 // Knows nothing of tokens and models, and a template reaches no file, network or host function.
@@ -2100,40 +2100,47 @@ static bool is_end(const vocab &v, int32_t id) { return std::find(v.ends.begin()
 // Invariant: a template of any content ends within its budget of steps, memory and depth.
 // ---------------------------------------------------------------------------------------------------
 
-constexpr size_t TPL_MAX_SOURCE = 256 << 10;  // bytes of template text; a token or a node costs about 100 bytes
-constexpr uint64_t TPL_MAX_STEPS = 2000000;   // nodes evaluated, plus bytes moved / 64; longer conversations get more
+constexpr size_t TPL_MAX_SOURCE = 256 << 10;  // bytes of template text; a token costs about 100 bytes
+constexpr uint64_t TPL_MAX_STEPS = 2000000;   // values looked at, plus bytes moved / 32; longer conversations get more
 constexpr uint64_t TPL_MAX_MEMORY = 16 << 20; // bytes of live values; longer conversations get more
-constexpr int64_t TPL_MAX_RANGE = 100000;     // items of range(); also Jinja's own sandbox limit
-constexpr int TPL_MAX_DEPTH = 200;            // nesting of blocks, of an expression, of lists in lists
-constexpr int TPL_MAX_RUN_DEPTH = 600;        // the same while running, where macros call macros
+constexpr size_t TPL_MAX_RANGE = 100000;      // items of range(); also Jinja's own sandbox limit
+constexpr int TPL_MAX_DEPTH = 400;            // nesting of blocks, brackets and calls, and of lists in lists
+
+[[noreturn, gnu::format(printf, 2, 3)]] static void tpl_bad(int line, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    string s = vstrf(fmt, args);
+    va_end(args);
+    throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", line) + s};
+}
 
 // Marks of the bytes of a text. TPL_CONTENT alone tells whether a message's content reached the output at all.
 enum : char { TPL_OURS = 0, TPL_GIVEN = 1, TPL_CONTENT = 2 };
 
 struct tpl_text {
     string bytes, marks; // equally long
+    tpl_text() = default;
+    explicit tpl_text(string s, char mark = TPL_OURS) : bytes(std::move(s)), marks(bytes.size(), mark) {}
 
-    void add(string_view s, char mark) { bytes.append(s), marks.append(s.size(), mark); }
-    void add(const tpl_text &t, size_t from, size_t n) {
-        bytes.append(t.bytes, from, n), marks.append(t.marks, from, n);
-    }
     size_t size() const { return bytes.size(); }
-    tpl_text sub(size_t from, size_t n) const { return {bytes.substr(from, n), marks.substr(from, n)}; }
+    tpl_text sub(size_t from, size_t n = string::npos) const {
+        tpl_text t;
+        t.bytes = bytes.substr(from, n), t.marks = marks.substr(from, n);
+        return t;
+    }
 };
 
 // clang-format off
-enum tpl_kind : uint8_t {
-    TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_FLOAT, TPL_STRING, TPL_LIST, TPL_TUPLE, TPL_DICT, TPL_NAMESPACE,
-    TPL_LOOP, TPL_MACRO, TPL_FUNCTION
-};
-static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "float", "string", "list", "tuple",
-                                             "dict", "namespace", "loop", "macro", "function"};
+enum tpl_kind : uint8_t { TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_STRING, TPL_LIST, TPL_DICT,
+                          TPL_NAMESPACE, TPL_LOOP, TPL_MACRO, TPL_FUNCTION };
+static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "string", "list", "dict",
+                                             "namespace", "loop", "macro", "function"};
 // clang-format on
 
 struct tpl_value {
     struct heap {
         tpl_text text;            // string: itself; undefined: what is missing, for the message
-        vector<tpl_value> items;  // list, tuple: items; dict, namespace: key, value, key, value ...; loop: {sequence}
+        vector<tpl_value> items;  // list: items; dict, namespace: key, value, key, value ...; loop: {sequence}
         int depth = 0;            // of lists in lists, so that recursion over values is bounded
         uint64_t *live = nullptr; // the account that `charged` bytes go back to
         uint64_t charged = 0;
@@ -2143,101 +2150,107 @@ struct tpl_value {
         }
     };
     tpl_kind kind = TPL_UNDEFINED;
-    union {
-        int64_t i = 0; // bool, int; loop: index; macro, function: which
-        double f;
-    };
+    int64_t i = 0; // bool, int; loop: index; macro, function: which
     std::shared_ptr<heap> h;
 
     const tpl_text &text() const { return h->text; }
     const string &bytes() const { return h->text.bytes; }
     const vector<tpl_value> &items() const { return h->items; }
     bool is_string() const { return kind == TPL_STRING; }
-    bool is_list() const { return kind == TPL_LIST || kind == TPL_TUPLE; }
+    bool is_dict() const { return kind == TPL_DICT || kind == TPL_NAMESPACE; }
     bool is_int() const { return kind == TPL_INT || kind == TPL_BOOL; }
-    bool is_number() const { return is_int() || kind == TPL_FLOAT; }
-    double number() const { return kind == TPL_FLOAT ? f : double(i); }
+    bool is_sequence() const { return is_string() || kind == TPL_LIST || kind == TPL_DICT || kind == TPL_UNDEFINED; }
+    int64_t int_or(int64_t fallback) const { return is_int() ? i : fallback; }
     const char *kind_name() const { return tpl_kind_names[kind]; }
 };
 
-static tpl_value tpl_scalar(tpl_kind kind, int64_t i) {
-    tpl_value v;
-    v.kind = kind, v.i = i;
-    return v;
-}
-static tpl_value tpl_none() { return tpl_scalar(TPL_NONE, 0); }
-static tpl_value tpl_bool(bool b) { return tpl_scalar(TPL_BOOL, b); }
-static tpl_value tpl_int(int64_t i) { return tpl_scalar(TPL_INT, i); }
-static tpl_value tpl_float(double f) {
-    tpl_value v;
-    v.kind = TPL_FLOAT, v.f = f;
-    return v;
-}
+static tpl_value tpl_none() { return {TPL_NONE, 0, nullptr}; }
+static tpl_value tpl_bool(bool b) { return {TPL_BOOL, b, nullptr}; }
+static tpl_value tpl_int(int64_t i) { return {TPL_INT, i, nullptr}; }
 
 // The budget of one rendering and the line where it stands; makes every value that lives on the heap.
 struct tpl_run {
-    uint64_t max_steps, steps = 0; // see TPL_MAX_STEPS
-    uint64_t max_live, live = 0;   // bytes
+    uint64_t max_steps = 0, steps = 0; // see TPL_MAX_STEPS
+    uint64_t max_live = 0, live = 0;   // bytes
     int depth = 0, line = 0;
     time_t now = 0;
-    bool as_parts = false; // contents are lists of parts, see render_template()
+    bool as_parts = false;        // contents are lists of parts, see render_template()
+    vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
 
-    [[noreturn]] __attribute__((format(printf, 2, 3))) void bad(const char *fmt, ...) const {
-        va_list args;
-        va_start(args, fmt);
-        string s = vstrf(fmt, args);
-        va_end(args);
-        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", line) + s};
+    ~tpl_run() {
+        for (tpl_value &n : namespaces)
+            n.h->items.clear();
     }
     void work(uint64_t n) {
         if ((steps += n) > max_steps)
-            bad("stopped after %llu steps", (unsigned long long)max_steps);
+            tpl_bad(line, "stopped after %llu steps", (unsigned long long)max_steps);
     }
     // Called before a text or list of `bytes` comes to be.
     void room(uint64_t bytes) {
-        work(bytes / 64);
         if (bytes > max_live || live + bytes > max_live)
-            bad("needs more than %llu bytes of memory", (unsigned long long)max_live);
-    }
-    void put(tpl_text &out, string_view s, char mark) {
-        room(2 * (out.size() + s.size()));
-        steps -= out.size() / 32; // only what is added is work
-        out.add(s, mark);
+            tpl_bad(line, "needs more than %llu bytes of memory", (unsigned long long)max_live);
     }
     void put(tpl_text &out, const tpl_text &t, size_t from = 0, size_t n = string::npos) {
         n = std::min(n, t.size() - from);
+        work(n / 32);
         room(2 * (out.size() + n));
-        steps -= out.size() / 32;
-        out.add(t, from, n);
+        out.bytes.append(t.bytes, from, n), out.marks.append(t.marks, from, n);
     }
     tpl_value make(tpl_kind kind, tpl_text text, vector<tpl_value> items = {}) {
         uint64_t cost = sizeof(tpl_value::heap) + 2 * text.size() + items.size() * sizeof(tpl_value);
-        work(1);
+        work(cost / 64);
         room(cost);
-        tpl_value v = tpl_scalar(kind, 0);
-        v.h = std::make_shared<tpl_value::heap>();
+        tpl_value v{kind, 0, std::make_shared<tpl_value::heap>()};
         v.h->live = &live, v.h->charged = cost;
         live += cost;
         v.h->text = std::move(text), v.h->items = std::move(items);
-        for (const tpl_value &item : v.h->items)
+        for (const tpl_value &item : v.items())
             if (item.h && item.kind != TPL_NAMESPACE)
                 v.h->depth = std::max(v.h->depth, item.h->depth + 1);
         if (v.h->depth > TPL_MAX_DEPTH)
-            bad("lists nested more than %d deep", TPL_MAX_DEPTH);
+            tpl_bad(line, "lists nested more than %d deep", TPL_MAX_DEPTH);
+        if (kind == TPL_NAMESPACE)
+            namespaces.push_back(v);
         return v;
     }
-    tpl_value text(string_view s, char mark = TPL_OURS) {
-        tpl_text t;
-        put(t, s, mark);
-        return make(TPL_STRING, std::move(t));
-    }
     tpl_value text(tpl_text t) { return make(TPL_STRING, std::move(t)); }
+    tpl_value text(string_view s, char mark = TPL_OURS) { return text(tpl_text(string(s), mark)); }
     tpl_value list(vector<tpl_value> items) { return make(TPL_LIST, {}, std::move(items)); }
-    tpl_value missing(const string &what) { return make(TPL_UNDEFINED, {what, string(what.size(), TPL_OURS)}); }
-    [[noreturn]] void undefined(const tpl_value &v) const { bad("%s", v.h ? v.bytes().c_str() : "value is undefined"); }
+    tpl_value missing(const string &what) { return make(TPL_UNDEFINED, tpl_text(what)); }
+    // Undefined values may be asked about and printed; to compute with them is an error.
+    void need_defined(const tpl_value &v) const {
+        if (v.kind == TPL_UNDEFINED)
+            tpl_bad(line, "%s", v.h ? v.bytes().c_str() : "value is undefined");
+    }
 };
 
-// ---- text: UTF-8 characters, white space, case ------------------------------------------------------------------
+// One step deeper into the source: recursion is bounded here.
+struct tpl_level {
+    tpl_run &r;
+    const int saved;
+    tpl_level(tpl_run &run, int line) : r(run), saved(run.line) {
+        r.line = line;
+        r.work(1);
+        if (++r.depth > TPL_MAX_DEPTH)
+            tpl_bad(line, "nested more than %d deep", TPL_MAX_DEPTH);
+    }
+    ~tpl_level() { r.depth--, r.line = saved; }
+};
+
+// Takes the first word off a list of words.
+static string_view tpl_take_word(string_view &list) {
+    string_view word = list.substr(0, list.find(' '));
+    list.remove_prefix(std::min(list.size(), word.size() + 1));
+    return word;
+}
+static bool tpl_has_word(string_view list, string_view word) {
+    while (!list.empty())
+        if (tpl_take_word(list) == word)
+            return true;
+    return false;
+}
+
+// ---- text: UTF-8 characters, white space, case, search -----------------------------------------------------------
 
 static size_t tpl_char_bytes(string_view s, size_t at) {
     size_t n = 1;
@@ -2246,6 +2259,13 @@ static size_t tpl_char_bytes(string_view s, size_t at) {
     return n;
 }
 
+// The bytes before character n.
+static size_t tpl_offset(string_view s, int64_t n) {
+    size_t at = 0;
+    while (n-- > 0 && at < s.size())
+        at += tpl_char_bytes(s, at);
+    return at;
+}
 static int64_t tpl_length(string_view s) {
     int64_t n = 0;
     for (size_t at = 0; at < s.size(); at += tpl_char_bytes(s, at))
@@ -2253,179 +2273,132 @@ static int64_t tpl_length(string_view s) {
     return n;
 }
 
-static uint32_t tpl_code(string_view c) {
-    uint32_t u = uint8_t(c[0]);
-    if (c.size() > 1)
-        u &= 0x7f >> c.size();
-    for (size_t i = 1; i < c.size(); i++)
-        u = u << 6 | (uint8_t(c[i]) & 0x3f);
-    return u;
-}
-
 // Python's str.isspace().
 static bool tpl_space(string_view c) {
-    uint32_t u = tpl_code(c);
-    return (u >= 9 && u <= 13) || (u >= 0x1c && u <= 0x20) || u == 0x85 || u == 0xa0 || u == 0x1680 ||
-           (u >= 0x2000 && u <= 0x200a) || u == 0x2028 || u == 0x2029 || u == 0x202f || u == 0x205f || u == 0x3000;
+    static const string_view wide[] = {"\xc2\x85 \xc2\xa0",
+                                       "\u1680 \u2000 \u2001 \u2002 \u2003 \u2004 \u2005 \u2006 \u2007 \u2008 \u2009 "
+                                       "\u200a \u2028 \u2029 \u202f \u205f \u3000"};
+    if (c.size() == 1)
+        return (c[0] >= 9 && c[0] <= 13) || (c[0] >= 0x1c && c[0] <= 0x20);
+    return c.size() < 4 && tpl_has_word(wide[c.size() - 2], c);
 }
 
 // Only ASCII letters have a case here, which keeps texts and marks equally long.
-enum tpl_case { TPL_UPPER, TPL_LOWER, TPL_CAPITAL, TPL_TITLE_FILTER, TPL_TITLE_METHOD };
-static tpl_text tpl_recase(tpl_text t, tpl_case mode) {
+enum tpl_case { TPL_LOWER, TPL_UPPER, TPL_CAPITAL, TPL_TITLE };
+static tpl_value tpl_recase(tpl_run &r, const tpl_value &v, tpl_case mode) {
+    tpl_text t = v.text();
     bool start = true; // of a word
     for (char &c : t.bytes) {
-        bool lower = c >= 'a' && c <= 'z', upper = c >= 'A' && c <= 'Z',
-             up = mode == TPL_UPPER || (mode != TPL_LOWER && start);
-        start = mode == TPL_TITLE_FILTER ? memchr(" \t\r\n-({[<", c, 9) != nullptr
-                                         : mode == TPL_TITLE_METHOD && !lower && !upper;
-        if (up ? lower : upper)
-            c ^= 32;
+        bool letter = (c | 32) >= 'a' && (c | 32) <= 'z';
+        if (letter)
+            c = char(mode == TPL_UPPER || (mode != TPL_LOWER && start) ? c & ~32 : c | 32);
+        start = mode == TPL_TITLE && !letter;
     }
-    return t;
+    r.work(t.size() / 4);
+    return r.text(std::move(t));
 }
 
-// Without `set` white space goes, else every character that is in it. sides: 1 left, 2 right.
-static tpl_text tpl_strip(tpl_run &r, const tpl_text &t, const tpl_value *set, int sides) {
-    auto drop = [&](string_view c) {
-        r.work(1 + (set ? set->text().size() / 64 : 0));
-        return set ? set->bytes().find(c) != string::npos : tpl_space(c);
+// Without a string as `set` white space goes, else every character that is in it.
+static tpl_value tpl_strip(tpl_run &r, const tpl_value &v, const tpl_value &set, bool left, bool right) {
+    const string_view s = v.bytes();
+    size_t from = 0, to = s.size();
+    auto drops = [&](size_t at, size_t n) {
+        r.work(1 + (set.is_string() ? set.text().size() / 64 : 0));
+        return set.is_string() ? set.bytes().find(s.substr(at, n)) != string::npos : tpl_space(s.substr(at, n));
     };
-    size_t from = 0, to = t.size();
-    for (size_t n;
-         (sides & 1) && from < to && drop(string_view(t.bytes).substr(from, n = tpl_char_bytes(t.bytes, from)));)
+    for (size_t n; left && from < to && drops(from, n = tpl_char_bytes(s, from));)
         from += n;
-    while ((sides & 2) && to > from) {
-        size_t at = to - 1;
-        while (at > from && to - at < 4 && (uint8_t(t.bytes[at]) & 0xc0) == 0x80)
+    for (size_t at; right && to > from; to = at) {
+        at = to - 1;
+        while (at > from && to - at < 4 && (uint8_t(s[at]) & 0xc0) == 0x80)
             at--;
-        if (!drop(string_view(t.bytes).substr(at, to - at)))
+        if (!drops(at, to - at))
             break;
-        to = at;
     }
-    r.room(2 * (to - from));
-    return t.sub(from, to - from);
+    return r.text(v.text().sub(from, to - from));
 }
 
 // Linear also for hostile patterns, unlike string::find.
 static size_t tpl_find(tpl_run &r, string_view s, string_view what, size_t from = 0) {
-    r.work(1);
-    if (from > s.size() || what.size() > s.size() - from)
-        return string::npos;
-    if (what.empty())
-        return from;
     const void *p = memmem(s.data() + from, s.size() - from, what.data(), what.size());
-    size_t found = p ? size_t(static_cast<const char *>(p) - s.data()) : string::npos;
-    r.work(((p ? found : s.size()) - from + what.size()) / 16);
-    return found;
+    size_t at = p ? size_t(static_cast<const char *>(p) - s.data()) : string::npos;
+    r.work(1 + ((p ? at : s.size()) - from + what.size()) / 16);
+    return at;
 }
 
-static tpl_text tpl_replace(tpl_run &r, const tpl_text &t, const tpl_text &old, const tpl_text &with, int64_t count) {
+static tpl_value tpl_replace(tpl_run &r, const tpl_value &v, const tpl_value &old, const tpl_value &with,
+                             int64_t limit) {
+    if (old.bytes().empty())
+        tpl_bad(r.line, "replace: the text to replace is empty");
     tpl_text out;
     size_t at = 0;
-    for (size_t n; count != 0; count--) {
-        size_t hit = tpl_find(r, t.bytes, old.bytes, at);
-        if (hit == string::npos)
-            break;
-        r.put(out, t, at, hit - at);
-        r.put(out, with);
-        at = hit + old.size();
-        if (old.size())
-            continue;
-        // Nothing is found before every character and at the end.
-        if (at == t.size())
-            break;
-        n = tpl_char_bytes(t.bytes, at);
-        r.put(out, t, at, n);
-        at += n;
+    for (size_t hit; limit != 0 && (hit = tpl_find(r, v.bytes(), old.bytes(), at)) != string::npos; limit--) {
+        r.put(out, v.text(), at, hit - at);
+        r.put(out, with.text());
+        at = hit + old.text().size();
     }
-    r.put(out, t, at);
-    return out;
+    r.put(out, v.text(), at);
+    return r.text(std::move(out));
 }
 
-// Python's split (limit < 0: no limit). Without a separator: at runs of white space, no empty parts.
-static tpl_value tpl_split(tpl_run &r, const tpl_text &t, const tpl_value *sep, int64_t limit, bool from_right) {
-    vector<size_t> cuts; // begin, end of each gap
-    if (sep && sep->bytes().empty())
-        r.bad("split: empty separator");
-    for (size_t at = 0, n; at < t.size(); at = n) {
-        if (sep) {
-            size_t hit = tpl_find(r, t.bytes, sep->bytes(), at);
-            if (hit == string::npos)
-                break;
-            cuts.push_back(hit), cuts.push_back(n = hit + sep->text().size());
-        } else {
-            n = at + tpl_char_bytes(t.bytes, at);
-            r.work(1);
-            if (!tpl_space(string_view(t.bytes).substr(at, n - at)))
-                continue;
-            if (!cuts.empty() && cuts.back() == at)
-                cuts.back() = n;
-            else
-                cuts.push_back(at), cuts.push_back(n);
-        }
-        r.room(cuts.size() * 64);
-        r.steps -= cuts.size();
-    }
-    size_t begin = 0, end = t.size();
-    if (!sep && !cuts.empty() && cuts[0] == 0)
-        begin = cuts[1], cuts.erase(cuts.begin(), cuts.begin() + 2);
-    if (!sep && !cuts.empty() && cuts.back() == end)
-        end = cuts[cuts.size() - 2], cuts.resize(cuts.size() - 2);
-    if (limit >= 0 && uint64_t(limit) < cuts.size() / 2)
-        from_right ? cuts.erase(cuts.begin(), cuts.end() - 2 * limit)
-                   : cuts.erase(cuts.begin() + 2 * limit, cuts.end());
+// Python's split: at a separator or, without a string as `sep`, at runs of white space. A limit of -1 is none.
+static tpl_value tpl_split(tpl_run &r, const tpl_text &t, const tpl_value &sep, int64_t limit) {
     vector<tpl_value> parts;
-    if (sep || begin < end) {
-        for (size_t i = 0; i < cuts.size(); begin = cuts[i + 1], i += 2)
-            parts.push_back(r.text(t.sub(begin, cuts[i] - begin)));
-        parts.push_back(r.text(t.sub(begin, end - begin)));
+    size_t from = 0, at = 0;
+    uint64_t left = uint64_t(limit);
+    if (sep.is_string()) {
+        if (sep.bytes().empty())
+            tpl_bad(r.line, "split: empty separator");
+        for (; left-- && (at = tpl_find(r, t.bytes, sep.bytes(), from)) != string::npos; from = at + sep.text().size())
+            parts.push_back(r.text(t.sub(from, at - from)));
+        parts.push_back(r.text(t.sub(from)));
+        return r.list(std::move(parts));
+    }
+    auto skip = [&](bool spaces) {
+        for (size_t n; at < t.size() && (n = tpl_char_bytes(t.bytes, at)); at += n, r.work(1))
+            if (tpl_space(string_view(t.bytes).substr(at, n)) != spaces)
+                return;
+    };
+    for (skip(true); at < t.size(); skip(true)) {
+        from = at;
+        left-- ? skip(false) : void(at = t.size());
+        parts.push_back(r.text(t.sub(from, at - from)));
     }
     return r.list(std::move(parts));
 }
 
-// ---- values: truth, equality, order, printing ---------------------------------------------------------------------
+// ---- values: truth, equality, order, printing, access -------------------------------------------------------------
 
 static bool tpl_truth(const tpl_value &v) {
     if (v.is_string())
         return v.text().size() > 0;
-    if (v.is_list() || v.kind == TPL_DICT)
+    if (v.kind == TPL_LIST || v.kind == TPL_DICT)
         return !v.items().empty();
-    return v.is_number() ? v.number() != 0 : v.kind > TPL_NONE;
+    return v.is_int() ? v.i != 0 : v.kind > TPL_NONE;
 }
 
 static bool tpl_equal(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
-    if (a.is_number() && b.is_number())
-        return a.is_int() && b.is_int() ? a.i == b.i : a.number() == b.number();
-    if (a.kind != b.kind)
-        return false;
-    if (a.kind == TPL_STRING) {
+    if (a.is_int() && b.is_int())
+        return a.i == b.i;
+    if (a.kind != b.kind || a.kind == TPL_UNDEFINED)
+        return a.kind == b.kind;
+    if (a.is_string()) {
         r.work(a.text().size() / 64);
         return a.bytes() == b.bytes();
     }
-    if (a.kind == TPL_UNDEFINED || a.kind == TPL_NONE)
-        return true;
-    if (a.kind == TPL_MACRO || a.kind == TPL_FUNCTION)
-        return a.i == b.i;
-    if (a.h == b.h || a.kind == TPL_NAMESPACE || a.kind == TPL_LOOP)
-        return a.h == b.h;
+    if (a.h == b.h || (a.kind != TPL_LIST && a.kind != TPL_DICT))
+        return a.h == b.h && a.i == b.i;
     const vector<tpl_value> &x = a.items(), &y = b.items();
-    if (x.size() != y.size())
-        return false;
-    if (a.is_list()) {
-        for (size_t i = 0; i < x.size(); i++)
-            if (!tpl_equal(r, x[i], y[i]))
-                return false;
-        return true;
-    }
-    for (size_t i = 0; i < x.size(); i += 2) {
-        size_t k = 0;
-        while (k < y.size() && !tpl_equal(r, x[i], y[k]))
+    const size_t step = a.kind == TPL_DICT ? 2 : 1;
+    bool same = x.size() == y.size();
+    for (size_t i = 0; same && i < x.size(); i += step) {
+        size_t k = step == 1 ? i : 0; // the entry of b with the same key
+        while (step == 2 && k < y.size() && !tpl_equal(r, x[i], y[k]))
             k += 2;
-        if (k == y.size() || !tpl_equal(r, x[i + 1], y[k + 1]))
-            return false;
+        same = k < y.size() && tpl_equal(r, x[i + step - 1], y[k + step - 1]);
     }
-    return true;
+    return same;
 }
 
 // Less than 0, 0, more than 0.
@@ -2433,22 +2406,11 @@ static int tpl_compare(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
     if (a.is_int() && b.is_int())
         return a.i < b.i ? -1 : a.i > b.i;
-    if (a.is_number() && b.is_number())
-        return a.number() < b.number() ? -1 : a.number() > b.number();
-    if (a.is_string() && b.is_string()) {
-        r.work(std::min(a.text().size(), b.text().size()) / 64);
-        return a.bytes().compare(b.bytes());
-    }
-    if (a.is_list() && a.kind == b.kind) {
-        for (size_t i = 0; i < std::min(a.items().size(), b.items().size()); i++)
-            if (int c = tpl_compare(r, a.items()[i], b.items()[i]))
-                return c;
-        return a.items().size() < b.items().size() ? -1 : a.items().size() > b.items().size();
-    }
-    for (const tpl_value *v : {&a, &b})
-        if (v->kind == TPL_UNDEFINED)
-            r.undefined(*v);
-    r.bad("cannot order %s and %s", a.kind_name(), b.kind_name());
+    r.need_defined(a), r.need_defined(b);
+    if (!a.is_string() || !b.is_string())
+        tpl_bad(r.line, "cannot order %s and %s", a.kind_name(), b.kind_name());
+    r.work(std::min(a.text().size(), b.text().size()) / 64);
+    return a.bytes().compare(b.bytes());
 }
 
 // The value of a dict's or namespace's key, or null.
@@ -2460,278 +2422,209 @@ static const tpl_value *tpl_lookup(tpl_run &r, const tpl_value &dict, const tpl_
 }
 
 static void tpl_dict_set(tpl_run &r, vector<tpl_value> &items, const tpl_value &key, const tpl_value &v) {
-    if (key.kind > TPL_STRING && key.kind != TPL_TUPLE)
-        r.bad("a %s cannot be a key", key.kind_name());
+    if (key.kind > TPL_STRING)
+        tpl_bad(r.line, "a %s cannot be a key", key.kind_name());
     for (size_t i = 0; i < items.size(); i += 2)
         if (tpl_equal(r, items[i], key)) {
             items[i + 1] = v;
             return;
         }
-    r.room((items.size() + 2) * sizeof(tpl_value));
-    r.steps -= items.size() * sizeof(tpl_value) / 64;
     items.push_back(key), items.push_back(v);
 }
 
 // What a `for` walks over: items, keys, characters.
 static tpl_value tpl_sequence(tpl_run &r, const tpl_value &v) {
     vector<tpl_value> out;
-    if (v.is_list())
+    if (v.kind == TPL_LIST)
         return v;
-    if (v.kind == TPL_DICT)
-        for (size_t i = 0; i < v.items().size(); i += 2)
-            out.push_back(v.items()[i]);
-    else if (v.is_string())
-        for (size_t at = 0, n; at < v.text().size(); at += n)
-            out.push_back(r.text(v.text().sub(at, n = tpl_char_bytes(v.bytes(), at))));
-    else if (v.kind != TPL_UNDEFINED)
-        r.bad("%s is not iterable", v.kind_name());
+    if (!v.is_sequence())
+        tpl_bad(r.line, "%s is not iterable", v.kind_name());
+    for (size_t i = 0; v.kind == TPL_DICT && i < v.items().size(); i += 2)
+        out.push_back(v.items()[i]);
+    for (size_t at = 0, n; v.is_string() && at < v.text().size(); at += n)
+        out.push_back(r.text(v.text().sub(at, n = tpl_char_bytes(v.bytes(), at))));
     return r.list(std::move(out));
 }
 
+static int64_t tpl_count(tpl_run &r, const tpl_value &v) {
+    if (!v.is_string())
+        return int64_t(tpl_sequence(r, v).items().size());
+    r.work(v.text().size() / 16);
+    return tpl_length(v.bytes());
+}
+
 static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) {
-    if (v.kind == TPL_DICT || v.kind == TPL_NAMESPACE)
+    if (v.is_dict())
         return tpl_lookup(r, v, what);
     if (v.is_string()) {
         if (!what.is_string())
-            r.bad("'in' a string needs a string, not %s", what.kind_name());
+            tpl_bad(r.line, "'in' a string needs a string, not %s", what.kind_name());
         return tpl_find(r, v.bytes(), what.bytes()) != string::npos;
     }
     tpl_value seq = tpl_sequence(r, v);
-    for (const tpl_value &item : seq.items())
-        if (tpl_equal(r, item, what))
-            return true;
-    return false;
+    return std::any_of(seq.items().begin(), seq.items().end(), [&](auto &item) { return tpl_equal(r, item, what); });
 }
 
-// As Python prints it: the shortest digits that read back equal, always with a point or an exponent.
-static string tpl_float_text(double f) {
-    if (std::isnan(f))
-        return "nan";
-    if (std::isinf(f))
-        return f < 0 ? "-inf" : "inf";
-    double size = std::fabs(f);
-    char buf[40];
-    bool fixed = size == 0 || (size >= 1e-4 && size < 1e16);
-    string s(
-        buf,
-        std::to_chars(buf, buf + sizeof buf, f, fixed ? std::chars_format::fixed : std::chars_format::scientific).ptr);
-    return fixed && s.find('.') == string::npos ? s + ".0" : s;
-}
+// Appends values as Python's repr() or as JSON. Text inside keeps its marks; punctuation counts as given.
+struct tpl_writer {
+    tpl_run &r;
+    tpl_text &out;
+    bool json;
+    int64_t indent = -1; // spaces per level, or all on one line
+    string comma = ", ", colon = ": ";
 
-struct tpl_style { // how values become text
-    bool json = false;
-    int indent = -1; // spaces per level, or all on one line
-    tpl_text comma{", ", string(2, TPL_GIVEN)}, colon{": ", string(2, TPL_GIVEN)};
-};
-
-static void tpl_quote(tpl_run &r, tpl_text &out, const tpl_text &t, const tpl_style &style) {
-    bool single = t.bytes.find('\'') != string::npos && t.bytes.find('"') == string::npos;
-    char quote = style.json || single ? '"' : '\'';
-    r.put(out, string_view(&quote, 1), TPL_GIVEN);
-    for (size_t at = 0, n; at < t.size(); at += n) {
-        n = tpl_char_bytes(t.bytes, at);
-        uint32_t c = tpl_code(string_view(t.bytes).substr(at, n));
-        string esc;
-        if (c == uint8_t(quote) || c == '\\')
-            esc = {'\\', char(c)};
-        else if (c == '\n' || c == '\r' || c == '\t' || (style.json && (c == '\b' || c == '\f')))
-            esc = {'\\', c == '\n' ? 'n' : c == '\r' ? 'r' : c == '\t' ? 't' : c == '\b' ? 'b' : 'f'};
-        else if (c < 0x20 || (c == 0x7f && !style.json))
-            esc = strf(style.json ? "\\u%04x" : "\\x%02x", c);
-        if (esc.empty())
-            r.put(out, t, at, n);
-        else
-            r.put(out, esc, t.marks[at]);
-    }
-    r.put(out, string_view(&quote, 1), TPL_GIVEN);
-}
-
-// Appends v as Python's repr() or as JSON. Text inside keeps its marks; punctuation counts as given.
-static void tpl_write(tpl_run &r, tpl_text &out, const tpl_value &v, const tpl_style &style, int level) {
-    r.work(1);
-    auto word = [&](const char *python, const char *json) { r.put(out, style.json ? json : python, TPL_GIVEN); };
-    switch (v.kind) {
-    case TPL_NONE:
-        return word("None", "null");
-    case TPL_BOOL:
-        return v.i ? word("True", "true") : word("False", "false");
-    case TPL_INT:
-        return r.put(out, std::to_string(v.i), TPL_GIVEN);
-    case TPL_FLOAT:
-        if (style.json && !std::isfinite(v.f))
-            return word("", std::isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity");
-        return r.put(out, tpl_float_text(v.f), TPL_GIVEN);
-    case TPL_STRING:
-        return tpl_quote(r, out, v.text(), style);
-    case TPL_LIST:
-    case TPL_TUPLE:
-    case TPL_DICT:
-        break;
-    default:
-        if (style.json)
-            r.bad("tojson: a value of kind %s cannot become JSON", v.kind_name());
-        return v.kind == TPL_UNDEFINED ? word("Undefined", "") : r.put(out, strf("<%s>", v.kind_name()), TPL_GIVEN);
-    }
-    if (r.as_parts) // the template does not know parts, and would print Python's notation of them
-        r.bad("a %s is printed", v.kind_name());
-    bool dict = v.kind == TPL_DICT, tuple = v.kind == TPL_TUPLE && !style.json;
-    size_t step = dict ? 2 : 1, n = v.items().size() / step;
-    bool lines = style.indent >= 0 && n;
-    auto newline = [&](int depth) { r.put(out, "\n" + string(size_t(depth) * size_t(style.indent), ' '), TPL_GIVEN); };
-    r.put(out, dict ? "{" : tuple ? "(" : "[", TPL_GIVEN);
-    for (size_t i = 0; i < n; i++) {
-        if (i)
-            r.put(out, style.comma);
-        if (lines)
-            newline(level + 1);
-        if (dict && style.json && !v.items()[i * step].is_string()) { // a JSON key is a string
-            r.put(out, "\"", TPL_GIVEN);
-            tpl_write(r, out, v.items()[i * step], style, level + 1);
-            r.put(out, "\"", TPL_GIVEN);
-        } else
-            tpl_write(r, out, v.items()[i * step], style, level + 1);
-        if (dict) {
-            r.put(out, style.colon);
-            tpl_write(r, out, v.items()[i * 2 + 1], style, level + 1);
+    void put(string_view s) { r.put(out, tpl_text(string(s), TPL_GIVEN)); }
+    void quoted(const tpl_text &t) {
+        bool single = t.bytes.find('\'') != string::npos && t.bytes.find('"') == string::npos;
+        const char quote = json || single ? '"' : '\'', *const codes = "\n\r\t\b\f";
+        size_t from = 0;
+        put(string_view(&quote, 1));
+        for (size_t i = 0; i < t.size(); i++) {
+            char c = t.bytes[i];
+            const char *code = c ? strchr(codes, c) : nullptr;
+            string escape;
+            if (c == quote || c == '\\')
+                escape = {'\\', c};
+            else if (code && (json || code < codes + 3))
+                escape = {'\\', "nrtbf"[code - codes]};
+            else if (uint8_t(c) < 0x20 || (c == 0x7f && !json))
+                escape = strf(json ? "\\u%04x" : "\\x%02x", c);
+            else
+                continue;
+            r.put(out, t, from, i - from);
+            r.put(out, tpl_text(escape, t.marks[i]));
+            from = i + 1;
         }
+        r.put(out, t, from);
+        put(string_view(&quote, 1));
     }
-    if (lines)
-        newline(level);
-    r.put(out, dict ? "}" : tuple ? n == 1 ? ",)" : ")" : "]", TPL_GIVEN);
-}
+    void value(const tpl_value &v, int level) {
+        r.work(1);
+        if (v.is_string())
+            return quoted(v.text());
+        if (v.kind == TPL_NONE)
+            return put(json ? "null" : "None");
+        if (v.kind == TPL_BOOL)
+            return put(json ? v.i ? "true" : "false" : v.i ? "True" : "False");
+        if (v.is_int())
+            return put(std::to_string(v.i));
+        if (json && v.kind != TPL_LIST && v.kind != TPL_DICT)
+            tpl_bad(r.line, "tojson: a value of kind %s cannot become JSON", v.kind_name());
+        if (v.kind != TPL_LIST && v.kind != TPL_DICT)
+            return put(v.kind == TPL_UNDEFINED ? "Undefined" : strf("<%s>", v.kind_name()));
+        if (r.as_parts) // the template does not know parts, and would print Python's notation of them
+            tpl_bad(r.line, "a %s is printed", v.kind_name());
+        const bool dict = v.kind == TPL_DICT, lines = indent >= 0 && !v.items().empty();
+        auto newline = [&](int depth) { put("\n" + string(size_t(depth) * size_t(indent), ' ')); };
+        put(dict ? "{" : "[");
+        for (size_t i = 0; i < v.items().size(); i++) {
+            bool key = dict && i % 2 == 0;
+            if (json && key && !v.items()[i].is_string())
+                tpl_bad(r.line, "tojson: a %s cannot be a key", v.items()[i].kind_name());
+            if (i)
+                put(dict && !key ? colon : comma);
+            if (lines && (key || !dict))
+                newline(level + 1);
+            value(v.items()[i], level + 1);
+        }
+        if (lines)
+            newline(level);
+        put(dict ? "}" : "]");
+    }
+};
 
 // What {{ v }} prints.
 static tpl_value tpl_string(tpl_run &r, const tpl_value &v) {
     if (v.is_string())
         return v;
     tpl_text out;
-    if (v.kind == TPL_INT || v.kind == TPL_FLOAT || v.kind == TPL_BOOL || v.kind == TPL_NONE) {
-        tpl_write(r, out, v, {}, 0);
+    if (v.kind != TPL_UNDEFINED)
+        tpl_writer{r, out, false}.value(v, 0);
+    if (v.is_int() || v.kind == TPL_NONE)
         std::fill(out.marks.begin(), out.marks.end(), TPL_OURS);
-    } else if (v.kind != TPL_UNDEFINED)
-        tpl_write(r, out, v, {}, 0);
     return r.text(std::move(out));
 }
 
 static tpl_value tpl_attribute(tpl_run &r, const tpl_value &v, const tpl_value &key) {
-    if (v.kind == TPL_UNDEFINED)
-        r.undefined(v);
-    if (v.kind == TPL_DICT || v.kind == TPL_NAMESPACE) {
+    r.need_defined(v);
+    if (v.is_dict()) {
         if (const tpl_value *found = tpl_lookup(r, v, key))
             return *found;
-    } else if (key.is_int() && (v.is_list() || v.is_string())) {
-        int64_t n = v.is_string() ? tpl_length(v.bytes()) : int64_t(v.items().size()),
-                i = key.i < 0 ? key.i + n : key.i;
-        r.work(v.is_string() ? v.text().size() / 8 : 0);
-        if (i >= 0 && i < n && v.is_list())
-            return v.items()[size_t(i)];
-        size_t at = 0;
-        for (int64_t k = 0; i >= 0 && i < n && k < i; k++)
-            at += tpl_char_bytes(v.bytes(), at);
+    } else if (key.is_int() && (v.kind == TPL_LIST || v.is_string())) {
+        const int64_t n = tpl_count(r, v), i = key.i < 0 ? key.i + n : key.i;
+        const size_t at = v.is_string() && i < n ? tpl_offset(v.bytes(), i) : 0;
         if (i >= 0 && i < n)
-            return r.text(v.text().sub(at, tpl_char_bytes(v.bytes(), at)));
+            return v.is_string() ? r.text(v.text().sub(at, tpl_char_bytes(v.bytes(), at))) : v.items()[size_t(i)];
     } else if (v.kind == TPL_LOOP && key.is_string()) {
         const vector<tpl_value> &seq = v.items()[0].items();
-        int64_t n = int64_t(seq.size()), i = v.i;
-        const string &name = key.bytes();
-        if (name == "index" || name == "index0")
-            return tpl_int(name == "index" ? i + 1 : i);
-        if (name == "revindex" || name == "revindex0")
-            return tpl_int(name == "revindex" ? n - i : n - i - 1);
-        if (name == "first" || name == "last")
-            return tpl_bool(i == (name == "first" ? 0 : n - 1));
-        if (name == "length")
-            return tpl_int(n);
-        if (name == "previtem" && i > 0)
-            return seq[size_t(i - 1)];
-        if (name == "nextitem" && i + 1 < n)
-            return seq[size_t(i + 1)];
+        const int64_t n = int64_t(seq.size()), i = v.i;
+        const std::pair<const char *, tpl_value> facts[] = {
+            {"index", tpl_int(i + 1)},    {"index0", tpl_int(i)},
+            {"first", tpl_bool(i == 0)},  {"last", tpl_bool(i == n - 1)},
+            {"revindex", tpl_int(n - i)}, {"revindex0", tpl_int(n - i - 1)},
+            {"length", tpl_int(n)},       {"", tpl_none()},
+        };
+        for (const auto &fact : facts)
+            if (key.bytes() == fact.first)
+                return fact.second;
+        int64_t other = key.bytes() == "previtem" ? i - 1 : key.bytes() == "nextitem" ? i + 1 : n;
+        if (other >= 0 && other < n)
+            return seq[size_t(other)];
     }
     return r.missing(strf("'%s' has no attribute '%s'", v.kind_name(), show(tpl_string(r, key).bytes()).c_str()));
 }
 
-// "a.b.0" of a value, as selectattr and map name it.
+// "a.b" of a value, as selectattr and map name it.
 static tpl_value tpl_path(tpl_run &r, tpl_value v, const tpl_value &path) {
     if (!path.is_string())
         return tpl_attribute(r, v, path);
-    tpl_value dot = r.text("."), parts = tpl_split(r, path.text(), &dot, -1, false);
-    for (const tpl_value &part : parts.items()) {
-        bool number = !part.bytes().empty() && part.text().size() < 9 &&
-                      part.bytes().find_first_not_of("0123456789") == string::npos;
-        v = tpl_attribute(r, v, number ? tpl_int(atoi(part.bytes().c_str())) : part);
-    }
+    tpl_value parts = tpl_split(r, path.text(), r.text("."), -1);
+    for (const tpl_value &part : parts.items())
+        v = tpl_attribute(r, v, part);
     return v;
 }
 
-static tpl_value tpl_slice(tpl_run &r, const tpl_value &v, const tpl_value bounds[3]) {
+// path: an attribute of each item, or undefined.
+static tpl_value tpl_join(tpl_run &r, const tpl_value &v, const tpl_value &glue, const tpl_value &path) {
+    tpl_text out;
+    tpl_value seq = tpl_sequence(r, v), between = tpl_string(r, glue);
+    for (size_t i = 0; i < seq.items().size(); i++) {
+        if (i)
+            r.put(out, between.text());
+        const tpl_value &item = seq.items()[i];
+        r.put(out, tpl_string(r, path.kind == TPL_UNDEFINED ? item : tpl_path(r, item, path)).text());
+    }
+    return r.text(std::move(out));
+}
+
+static tpl_value tpl_slice(tpl_run &r, const tpl_value &v, const vector<tpl_value> &bounds) {
+    r.need_defined(v);
+    if (v.kind != TPL_LIST && !v.is_string())
+        tpl_bad(r.line, "a %s cannot be sliced", v.kind_name());
     for (int k = 0; k < 3; k++)
         if (!bounds[k].is_int() && bounds[k].kind != TPL_NONE)
-            r.bad("a slice needs integers, not %s", bounds[k].kind_name());
-    if (v.kind == TPL_UNDEFINED)
-        r.undefined(v);
-    if (!v.is_list() && !v.is_string())
-        r.bad("a %s cannot be sliced", v.kind_name());
-    vector<size_t> starts; // of the characters of a string
-    r.room(v.is_string() ? sizeof(size_t) * v.text().size() : 0);
-    starts.reserve(v.is_string() ? size_t(tpl_length(v.bytes())) : 0);
-    for (size_t at = 0; v.is_string() && at < v.text().size(); at += tpl_char_bytes(v.bytes(), at))
-        starts.push_back(at);
-    int64_t n = v.is_string() ? int64_t(starts.size()) : int64_t(v.items().size());
-    int64_t step = bounds[2].kind == TPL_NONE ? 1 : std::clamp<int64_t>(bounds[2].i, -n - 1, n + 1);
+            tpl_bad(r.line, "a slice needs integers, not %s", bounds[k].kind_name());
+    const int64_t n = tpl_count(r, v), step = std::clamp<int64_t>(bounds[2].int_or(1), -n - 1, n + 1);
     if (step == 0)
-        r.bad("the step of a slice is zero");
+        tpl_bad(r.line, "the step of a slice is zero");
     auto bound = [&](const tpl_value &b, int64_t fallback) {
-        if (b.kind == TPL_NONE)
-            return fallback;
-        int64_t i = std::clamp<int64_t>(b.i, -n - 1, n + 1);
-        return std::clamp<int64_t>(i < 0 ? i + n : i, step < 0 ? -1 : 0, step < 0 ? n - 1 : n);
+        int64_t i = std::clamp<int64_t>(b.int_or(fallback), -n - 1, n + 1);
+        return b.kind == TPL_NONE ? i : std::clamp<int64_t>(i < 0 ? i + n : i, -(step < 0), n - (step < 0));
     };
-    int64_t from = bound(bounds[0], step < 0 ? n - 1 : 0), to = bound(bounds[1], step < 0 ? -1 : n);
-    tpl_text text;
-    vector<tpl_value> items;
-    for (int64_t i = from; step < 0 ? i > to : i < to; i += step) {
-        if (v.is_string() && step == 1) { // one piece
-            size_t end = to < n ? starts[size_t(to)] : v.text().size();
-            r.put(text, v.text(), starts[size_t(i)], end - starts[size_t(i)]);
-            break;
-        }
-        if (v.is_string())
-            r.put(text, v.text(), starts[size_t(i)], tpl_char_bytes(v.bytes(), starts[size_t(i)]));
-        else
-            items.push_back(v.items()[size_t(i)]);
+    const int64_t from = bound(bounds[0], step < 0 ? n - 1 : 0), to = bound(bounds[1], step < 0 ? -1 : n);
+    if (v.is_string() && step == 1) {
+        size_t begin = tpl_offset(v.bytes(), from), end = tpl_offset(v.bytes(), std::max(from, to));
+        return r.text(v.text().sub(begin, end - begin));
     }
-    return v.is_string() ? r.text(std::move(text)) : r.make(v.kind, {}, std::move(items));
-}
-
-static tpl_value tpl_repeat(tpl_run &r, const tpl_value &v, int64_t times) {
-    uint64_t one = v.is_string() ? 2 * v.text().size() : v.items().size() * sizeof(tpl_value);
-    times = one ? std::max<int64_t>(times, 0) : 0;
-    r.room(one ? uint64_t(times) > r.max_live / one ? r.max_live + 1 : one * uint64_t(times) : 0);
-    tpl_text text;
+    tpl_value seq = tpl_sequence(r, v);
     vector<tpl_value> items;
-    items.reserve(v.is_list() ? v.items().size() * size_t(times) : 0);
-    for (; times > 0; times--)
-        if (v.is_string())
-            text.add(v.text(), 0, string::npos);
-        else
-            items.insert(items.end(), v.items().begin(), v.items().end());
-    return r.make(v.kind, std::move(text), std::move(items));
+    for (int64_t i = from; step < 0 ? i > to : i < to; i += step)
+        items.push_back(seq.items()[size_t(i)]);
+    tpl_value list = r.list(std::move(items));
+    return v.is_string() ? tpl_join(r, list, {}, {}) : list;
 }
 
-static tpl_value tpl_power(tpl_run &r, const tpl_value &a, const tpl_value &b) {
-    if (!a.is_int() || !b.is_int() || b.i < 0)
-        return tpl_float(std::pow(a.number(), b.number()));
-    int64_t out = 1;
-    bool over = false;
-    // A base that does not overflow within 64 steps repeats itself.
-    for (int64_t k = std::min(b.i, 64 + b.i % 2); k > 0 && !over; k--)
-        over = __builtin_mul_overflow(out, a.i, &out);
-    if (over)
-        r.bad("integer overflow in '**'");
-    return tpl_int(out);
-}
-
-// + - * / // % ** ~
+// + - * // % ** ~ of whole numbers, texts and lists. Chat templates have no fractions.
 static tpl_value tpl_arithmetic(tpl_run &r, string_view op, const tpl_value &a, const tpl_value &b) {
     if (op == "~" || (op == "+" && a.is_string() && b.is_string())) {
         tpl_text out;
@@ -2739,198 +2632,146 @@ static tpl_value tpl_arithmetic(tpl_run &r, string_view op, const tpl_value &a, 
         r.put(out, tpl_string(r, b).text());
         return r.text(std::move(out));
     }
-    for (const tpl_value *v : {&a, &b})
-        if (v->kind == TPL_UNDEFINED)
-            r.undefined(*v);
-    if (op == "+" && a.is_list() && a.kind == b.kind) {
-        r.room((a.items().size() + b.items().size()) * sizeof(tpl_value));
+    r.need_defined(a), r.need_defined(b);
+    if (op == "+" && a.kind == TPL_LIST && b.kind == TPL_LIST) {
+        r.room((a.items().size() + b.items().size()) * sizeof a);
         vector<tpl_value> items = a.items();
         items.insert(items.end(), b.items().begin(), b.items().end());
-        return r.make(a.kind, {}, std::move(items));
+        return r.list(std::move(items));
     }
-    if (op == "*" && (a.is_string() || a.is_list()) && b.is_int())
-        return tpl_repeat(r, a, b.i);
-    if (op == "*" && (b.is_string() || b.is_list()) && a.is_int())
-        return tpl_repeat(r, b, a.i);
-    if (!a.is_number() || !b.is_number())
-        r.bad("cannot apply '%.*s' to %s and %s", int(op.size()), op.data(), a.kind_name(), b.kind_name());
-    if (op == "**")
-        return tpl_power(r, a, b);
-    bool divides = op == "/" || op == "//" || op == "%";
-    if (divides && b.number() == 0)
-        r.bad("division by zero");
-    if (a.is_int() && b.is_int() && op != "/") {
-        int64_t out = 0;
-        bool over = false;
-        if (op == "+")
-            over = __builtin_add_overflow(a.i, b.i, &out);
-        else if (op == "-")
-            over = __builtin_sub_overflow(a.i, b.i, &out);
-        else if (op == "*")
-            over = __builtin_mul_overflow(a.i, b.i, &out);
-        else if (b.i == -1)
-            over = op == "//" && __builtin_sub_overflow(int64_t(0), a.i, &out);
-        else { // rounded down, and the remainder has the sign of b
-            int64_t rest = a.i % b.i;
-            bool down = rest != 0 && (rest < 0) != (b.i < 0);
-            out = op == "//" ? a.i / b.i - down : down ? rest + b.i : rest;
-        }
-        if (over)
-            r.bad("integer overflow in '%.*s'", int(op.size()), op.data());
-        return tpl_int(out);
+    if (op == "*" && a.is_string() && b.is_int()) {
+        tpl_text out;
+        for (int64_t k = a.text().size() ? b.i : 0; k > 0; k--)
+            r.put(out, a.text());
+        return r.text(std::move(out));
     }
-    double x = a.number(), y = b.number(), rest = divides ? std::fmod(x, y) : 0;
-    if (rest != 0 && (rest < 0) != (y < 0))
-        rest += y;
-    if (op == "+" || op == "-")
-        return tpl_float(op == "+" ? x + y : x - y);
-    if (op == "*" || op == "/")
-        return tpl_float(op == "*" ? x * y : x / y);
-    return tpl_float(op == "%" ? rest : std::floor(x / y));
+    if (!a.is_int() || !b.is_int() || op == "/")
+        tpl_bad(r.line, "cannot apply '%.*s' to %s and %s", int(op.size()), op.data(), a.kind_name(), b.kind_name());
+    if (b.i == 0 && (op == "//" || op == "%"))
+        tpl_bad(r.line, "division by zero");
+    int64_t out = 0;
+    bool over = false;
+    if (op == "+")
+        over = __builtin_add_overflow(a.i, b.i, &out);
+    else if (op == "-")
+        over = __builtin_sub_overflow(a.i, b.i, &out);
+    else if (op == "**") { // exact as far as a double counts
+        const double power = std::pow(double(a.i), double(b.i));
+        over = b.i < 0 || std::fabs(power) > 9e15;
+        out = over ? 0 : int64_t(power);
+    } else if (op == "*" || b.i == -1) { // a // -1 is a * -1, and a % -1 is 0
+        over = op != "%" && __builtin_mul_overflow(a.i, b.i, &out);
+    } else { // rounded down, and the remainder has the sign of b
+        const bool down = a.i % b.i != 0 && (a.i < 0) != (b.i < 0);
+        out = op == "//" ? a.i / b.i - down : a.i % b.i + (down ? b.i : 0);
+    }
+    if (over)
+        tpl_bad(r.line, "overflow in '%.*s'", int(op.size()), op.data());
+    return tpl_int(out);
 }
 
 // ---- what templates may call: filters, tests, methods, functions -----------------------------------------------
 
-// The arguments of a call. Each argument must be asked for, so that a misspelt one is an error and not ignored.
-struct tpl_args {
-    struct arg {
-        string_view name; // empty: positional
-        tpl_value v;
-        bool used;
-    };
-    const char *callee = "";
-    tpl_value self; // filters and tests: the value on the left; methods: the object
-    vector<arg> list;
-
-    // The argument at this position or of this name, or null.
-    const tpl_value *get(size_t position, const char *name) {
-        for (size_t i = 0; i < list.size(); i++)
-            if (list[i].name.empty() ? i == position : list[i].name == name) {
-                list[i].used = true;
-                return &list[i].v;
-            }
-        return nullptr;
-    }
-    const tpl_value &need(tpl_run &r, size_t position, const char *name) {
-        const tpl_value *v = get(position, name);
-        if (!v)
-            r.bad("%s: argument '%s' is missing", callee, name);
-        return *v;
-    }
-    const tpl_value &need_text(tpl_run &r, size_t position, const char *name) {
-        const tpl_value &v = need(r, position, name);
-        if (!v.is_string())
-            r.bad("%s: '%s' must be a string, not %s", callee, name, v.kind_name());
-        return v;
-    }
-    // Null when the argument is absent or none.
-    const tpl_value *get_text(tpl_run &r, size_t position, const char *name) {
-        const tpl_value *v = get(position, name);
-        return v && v->kind != TPL_NONE ? &need_text(r, position, name) : nullptr;
-    }
-    int64_t get_int(tpl_run &r, size_t position, const char *name, int64_t fallback) {
-        const tpl_value *v = get(position, name);
-        if (v && !v->is_int() && v->kind != TPL_NONE)
-            r.bad("%s: '%s' must be an integer, not %s", callee, name, v->kind_name());
-        return v && v->is_int() ? v->i : fallback;
-    }
-    bool flag(size_t position, const char *name) {
-        const tpl_value *v = get(position, name);
-        return v && tpl_truth(*v);
-    }
+struct tpl_arg {
+    string_view name; // empty: positional
+    tpl_value v;
 };
+using tpl_args = vector<tpl_arg>;
+
+enum { TPL_AS_FILTER = 1, TPL_AS_TEST = 2, TPL_OF_TEXT = 4, TPL_OF_DICT = 8, TPL_AS_FUNCTION = 16 };
 
 struct tpl_builtin {
-    const char *names; // with spaces between; null ends a table
-    tpl_value (*fn)(tpl_run &r, tpl_args &a);
+    const char *names; // with spaces between; null ends the table
+    int roles;
+    // Words: the type (a any, s string, i integer; a capital: required) and the name. "*": the function reads `all`.
+    const char *params;
+    tpl_value (*fn)(tpl_run &r, const tpl_value *a, const tpl_args &all); // a[0]: what it is applied to; then params
 };
 
-static const tpl_builtin *tpl_find_builtin(const tpl_builtin *table, string_view name) {
+// Null when there is no such method; an unknown filter or test is an error.
+static const tpl_builtin *tpl_find_builtin(int line, const tpl_builtin *table, int role, string_view name) {
     for (; table->names; table++)
-        for (string_view s = table->names; !s.empty(); s.remove_prefix(std::min(s.find(' '), s.size() - 1) + 1))
-            if (s.substr(0, s.find(' ')) == name)
-                return table;
+        if ((table->roles & role) && tpl_has_word(table->names, name))
+            return table;
+    if (role == TPL_AS_TEST || role == TPL_AS_FILTER)
+        tpl_bad(line, "no %s named '%s'", role == TPL_AS_TEST ? "test" : "filter", show(name).c_str());
     return nullptr;
 }
 
-static tpl_value tpl_call(tpl_run &r, const tpl_builtin *b, string_view name, tpl_args &a) {
-    string callee = show(name);
-    a.callee = callee.c_str();
-    tpl_value v = b->fn(r, a);
-    for (const tpl_args::arg &arg : a.list)
-        if (!arg.used)
-            r.bad("%s: unexpected argument%s%s", a.callee, arg.name.empty() ? "" : " ", show(arg.name).c_str());
-    return v;
+static tpl_value tpl_call(tpl_run &r, const tpl_builtin &b, const tpl_value &self, const tpl_args &all) {
+    tpl_value a[4];
+    string_view names = b.names, params = b.params;
+    const string callee(tpl_take_word(names));
+    vector<bool> used(all.size(), params == "*");
+    a[0] = self;
+    for (size_t n = 1; !params.empty() && params != "*"; n++) {
+        const string_view param = tpl_take_word(params);
+        const string name(param.substr(1));
+        const bool required = param[0] < 'a';
+        bool given = false;
+        for (size_t i = 0; i < all.size(); i++)
+            if (all[i].name.empty() ? i + 1 == n : all[i].name == name)
+                a[n] = all[i].v, used[i] = given = true;
+        if (required && !given)
+            tpl_bad(r.line, "%s: argument '%s' is missing", callee.c_str(), name.c_str());
+        const char type = param[0] | 32;
+        bool fits = type == 'a' || (type == 's' ? a[n].is_string() : a[n].is_int());
+        if (!fits && (required || (given && a[n].kind != TPL_NONE)))
+            tpl_bad(r.line, "%s: '%s' must be %s, not %s", callee.c_str(), name.c_str(),
+                    type == 's' ? "a string" : "an integer", a[n].kind_name());
+    }
+    for (size_t i = 0; i < all.size(); i++)
+        if (!used[i])
+            tpl_bad(r.line, "%s: unexpected argument%s%s", callee.c_str(), all[i].name.empty() ? "" : " ",
+                    show(all[i].name).c_str());
+    return b.fn(r, a, all);
 }
 
-// clang-format off
-#define TPL_FN []([[maybe_unused]] tpl_run &r, tpl_args &a) -> tpl_value
-#define TPL_TEST(NAME, CONDITION) {NAME, TPL_FN { return tpl_bool(CONDITION); }}
-
-static const tpl_builtin tpl_tests[] = {
-    TPL_TEST("defined", a.self.kind != TPL_UNDEFINED),
-    TPL_TEST("undefined", a.self.kind == TPL_UNDEFINED),
-    TPL_TEST("none", a.self.kind == TPL_NONE),
-    TPL_TEST("string", a.self.is_string()),
-    TPL_TEST("mapping", a.self.kind == TPL_DICT),
-    TPL_TEST("sequence iterable", a.self.is_string() || a.self.is_list() || a.self.kind == TPL_DICT ||
-                                      a.self.kind == TPL_UNDEFINED),
-    TPL_TEST("number", a.self.is_number()),
-    TPL_TEST("integer", a.self.kind == TPL_INT),
-    TPL_TEST("float", a.self.kind == TPL_FLOAT),
-    TPL_TEST("boolean", a.self.kind == TPL_BOOL),
-    TPL_TEST("true", a.self.kind == TPL_BOOL && a.self.i),
-    TPL_TEST("false", a.self.kind == TPL_BOOL && !a.self.i),
-    TPL_TEST("callable", a.self.kind == TPL_MACRO || a.self.kind == TPL_FUNCTION),
-    TPL_TEST("odd", a.self.is_int() && a.self.i % 2 != 0),
-    TPL_TEST("even", a.self.is_int() && a.self.i % 2 == 0),
-    TPL_TEST("divisibleby", !tpl_truth(tpl_arithmetic(r, "%", a.self, a.need(r, 0, "num")))),
-    TPL_TEST("in", tpl_contains(r, a.need(r, 0, "seq"), a.self)),
-    TPL_TEST("eq equalto ==", tpl_equal(r, a.self, a.need(r, 0, "other"))),
-    TPL_TEST("ne !=", !tpl_equal(r, a.self, a.need(r, 0, "other"))),
-    TPL_TEST("sameas", a.self.kind == a.need(r, 0, "other").kind && tpl_equal(r, a.self, a.need(r, 0, "other"))),
-    TPL_TEST("lt lessthan <", tpl_compare(r, a.self, a.need(r, 0, "other")) < 0),
-    TPL_TEST("le <=", tpl_compare(r, a.self, a.need(r, 0, "other")) <= 0),
-    TPL_TEST("gt greaterthan >", tpl_compare(r, a.self, a.need(r, 0, "other")) > 0),
-    TPL_TEST("ge >=", tpl_compare(r, a.self, a.need(r, 0, "other")) >= 0),
-    TPL_TEST("lower", tpl_string(r, a.self).bytes() == tpl_recase(tpl_string(r, a.self).text(), TPL_LOWER).bytes),
-    TPL_TEST("upper", tpl_string(r, a.self).bytes() == tpl_recase(tpl_string(r, a.self).text(), TPL_UPPER).bytes),
-    {nullptr, nullptr},
-};
-// clang-format on
-
-// select, reject (by_attribute: selectattr, rejectattr): items for which the test (default: truth) is `wanted`.
-static tpl_value tpl_select(tpl_run &r, tpl_args &a, bool wanted, bool by_attribute) {
+// map, select, reject, selectattr, rejectattr (`name`): what a filter makes of the items or of their attribute, or the
+// items that pass or fail a test; without filter or test the item or attribute itself counts.
+static tpl_value tpl_each(tpl_run &r, const tpl_builtin *table, string_view name, const tpl_value &v,
+                          const tpl_args &all) {
+    const bool map = name == "map", wanted = name[0] == 's', by_attribute = name.size() == strlen("selectattr");
+    tpl_value path, other;
+    tpl_args rest;
+    for (const tpl_arg &arg : all)
+        if (map && (arg.name == "attribute" || arg.name == "default"))
+            (arg.name == "default" ? other : path) = arg.v;
+        else if (by_attribute && path.kind == TPL_UNDEFINED)
+            path = arg.v;
+        else
+            rest.push_back(arg);
+    const bool takes_path = path.kind != TPL_UNDEFINED;
+    if ((map && takes_path != rest.empty()) || (by_attribute && !takes_path))
+        tpl_bad(r.line, "%s: a filter or an attribute must be named", string(name).c_str());
+    const tpl_builtin *b = nullptr;
+    if (!rest.empty()) {
+        b = tpl_find_builtin(r.line, table, map ? TPL_AS_FILTER : TPL_AS_TEST, tpl_string(r, rest[0].v).bytes());
+        rest.erase(rest.begin());
+    }
+    const tpl_value seq = tpl_sequence(r, v);
     vector<tpl_value> out;
-    tpl_value seq = tpl_sequence(r, a.self), path = by_attribute ? a.need(r, 0, "attribute") : tpl_none();
-    size_t first = by_attribute ? 1 : 0;
-    const tpl_value *name = a.get_text(r, first, "test");
-    const tpl_builtin *test = name ? tpl_find_builtin(tpl_tests, name->bytes()) : nullptr;
-    if (name && !test)
-        r.bad("no test named '%s'", show(name->bytes()).c_str());
-    tpl_args b;
-    for (size_t i = first + 1; i < a.list.size(); i++)
-        a.list[i].used = true, b.list.push_back({a.list[i].name, a.list[i].v, false});
     for (const tpl_value &item : seq.items()) {
-        b.self = by_attribute ? tpl_path(r, item, path) : item;
-        if (tpl_truth(test ? tpl_call(r, test, name->bytes(), b) : b.self) == wanted)
-            out.push_back(item);
         r.work(1);
+        tpl_value result = takes_path ? tpl_path(r, item, path) : item;
+        if (b)
+            result = tpl_call(r, *b, result, rest);
+        if (map)
+            out.push_back(result.kind == TPL_UNDEFINED ? other : result);
+        else if (tpl_truth(result) == wanted)
+            out.push_back(item);
     }
     return r.list(std::move(out));
 }
 
-// Sorted copies of the items, by an attribute and without regard to case unless asked.
-static vector<tpl_value> tpl_sorted(tpl_run &r, const tpl_value &seq, const tpl_value *attribute, bool case_sensitive,
-                                    bool reverse) {
+// Without regard to case unless asked. path: an attribute of each item, or undefined.
+static tpl_value tpl_sort(tpl_run &r, const tpl_value &v, const tpl_value &path, bool reverse, bool case_sensitive) {
+    const tpl_value seq = tpl_sequence(r, v);
     vector<std::pair<tpl_value, tpl_value>> rows; // key, item
     r.room(seq.items().size() * sizeof rows[0]);
-    rows.reserve(seq.items().size());
     for (const tpl_value &item : seq.items()) {
-        tpl_value key = attribute ? tpl_path(r, item, *attribute) : item;
-        if (key.is_string() && !case_sensitive)
-            key = r.text(tpl_recase(key.text(), TPL_LOWER));
-        rows.emplace_back(key, item);
+        tpl_value key = path.kind == TPL_UNDEFINED ? item : tpl_path(r, item, path);
+        rows.emplace_back(key.is_string() && !case_sensitive ? tpl_recase(r, key, TPL_LOWER) : key, item);
     }
     std::stable_sort(rows.begin(), rows.end(), [&](auto &a, auto &b) {
         return reverse ? tpl_compare(r, b.first, a.first) < 0 : tpl_compare(r, a.first, b.first) < 0;
@@ -2938,369 +2779,202 @@ static vector<tpl_value> tpl_sorted(tpl_run &r, const tpl_value &seq, const tpl_
     vector<tpl_value> out;
     for (auto &row : rows)
         out.push_back(row.second);
-    return out;
-}
-
-static tpl_value tpl_join(tpl_run &r, const tpl_value &v, const tpl_value *sep, const tpl_value *attribute) {
-    tpl_text out;
-    tpl_value seq = tpl_sequence(r, v), glue = sep ? tpl_string(r, *sep) : r.text("");
-    for (size_t i = 0; i < seq.items().size(); i++) {
-        if (i)
-            r.put(out, glue.text());
-        r.put(out, tpl_string(r, attribute ? tpl_path(r, seq.items()[i], *attribute) : seq.items()[i]).text());
-    }
-    return r.text(std::move(out));
-}
-
-// items, keys and values of a dict; what: 0 pairs, 1 keys, 2 values.
-static tpl_value tpl_dict_view(tpl_run &r, const tpl_value &v, int what) {
-    vector<tpl_value> out;
-    if (v.kind != TPL_DICT && v.kind != TPL_UNDEFINED)
-        r.bad("'items' needs a dict, not %s", v.kind_name());
-    for (size_t i = 0; v.kind == TPL_DICT && i < v.items().size(); i += 2)
-        out.push_back(what == 0 ? r.make(TPL_TUPLE, {}, {v.items()[i], v.items()[i + 1]})
-                                : v.items()[i + size_t(what - 1)]);
     return r.list(std::move(out));
 }
 
-// int() and float() of Python; false when the text is no number.
-static bool tpl_parse_number(const tpl_value &v, bool want_int, tpl_value &out) {
-    double f = 0;
-    if (v.is_int())
-        return out = want_int ? tpl_int(v.i) : tpl_float(double(v.i)), true;
-    if (v.kind == TPL_FLOAT)
-        f = v.f;
-    else if (v.is_string()) {
-        size_t from = v.bytes().find_first_not_of(" \t\r\n"), to = v.bytes().find_last_not_of(" \t\r\n");
-        if (from == string::npos)
-            return false;
-        const char *p = v.bytes().data() + from, *end = v.bytes().data() + to + 1;
-        if (*p == '+' && end - p > 1 && p[1] != '-')
-            p++;
-        int64_t i = 0;
-        auto whole = std::from_chars(p, end, i);
-        if (want_int && whole.ec == std::errc() && whole.ptr == end)
-            return out = tpl_int(i), true;
-        auto real = std::from_chars(p, end, f);
-        if (real.ec != std::errc() || real.ptr != end)
-            return false;
-    } else
-        return false;
-    if (!want_int)
-        return out = tpl_float(f), true;
-    if (!(f > -9.2e18 && f < 9.2e18))
-        return false;
-    return out = tpl_int(int64_t(f)), true;
+// items, keys and values of a dict; what: 0 pairs, 1 keys, 2 values.
+static tpl_value tpl_dict_view(tpl_run &r, const tpl_value &v, size_t what) {
+    vector<tpl_value> out;
+    if (v.kind != TPL_DICT && v.kind != TPL_UNDEFINED)
+        tpl_bad(r.line, "'items' needs a dict, not %s", v.kind_name());
+    for (size_t i = 0; v.kind == TPL_DICT && i < v.items().size(); i += 2)
+        out.push_back(what == 0 ? r.list({v.items()[i], v.items()[i + 1]}) : v.items()[i + what - 1]);
+    return r.list(std::move(out));
 }
 
-static tpl_value tpl_indent(tpl_run &r, tpl_args &a) {
-    const tpl_value *width = a.get(0, "width");
-    bool first = a.flag(1, "first"), blank = a.flag(2, "blank");
-    tpl_value pad = width && width->is_string() ? *width : tpl_repeat(r, r.text(" "), a.get_int(r, 0, "width", 4));
-    tpl_value s = tpl_string(r, a.self);
+// int() of Python: undefined when v neither is nor spells a whole number.
+static tpl_value tpl_number(const tpl_value &v) {
+    if (!v.is_string())
+        return v.is_int() ? tpl_int(v.i) : tpl_value();
+    const char *end = v.bytes().data() + v.text().size();
+    int64_t i = 0;
+    const auto read = std::from_chars(v.bytes().data(), end, i);
+    return read.ec == std::errc() && read.ptr == end ? tpl_int(i) : tpl_value();
+}
+
+static tpl_value tpl_tojson(tpl_run &r, const tpl_value *a) {
+    if (tpl_truth(a[1]))
+        tpl_bad(r.line, "tojson: ensure_ascii is not supported");
     tpl_text out;
-    if (first)
-        r.put(out, pad.text());
-    for (size_t at = 0, end; at <= s.text().size(); at = end) {
-        size_t newline = s.bytes().find('\n', at);
-        end = newline == string::npos ? s.text().size() + 1 : newline + 1;
-        bool empty = at == s.text().size() || newline == at;
-        if (at && (blank || !empty))
-            r.put(out, pad.text());
-        r.put(out, s.text(), at, end - at);
+    tpl_writer w{r, out, true};
+    w.indent = std::clamp<int64_t>(a[2].int_or(-1), -1, 64);
+    w.comma = w.indent < 0 ? ", " : ",";
+    if (a[3].kind != TPL_UNDEFINED && a[3].kind != TPL_NONE) {
+        if (a[3].kind != TPL_LIST || a[3].items().size() != 2)
+            tpl_bad(r.line, "tojson: separators must be two strings");
+        w.comma = tpl_string(r, a[3].items()[0]).bytes(), w.colon = tpl_string(r, a[3].items()[1]).bytes();
     }
+    w.value(a[0], 0);
     return r.text(std::move(out));
 }
 
-static tpl_value tpl_round(tpl_run &r, tpl_args &a) {
-    int64_t digits = std::clamp<int64_t>(a.get_int(r, 0, "precision", 0), -300, 300);
-    const tpl_value *method = a.get_text(r, 1, "method");
-    if (!a.self.is_number())
-        r.bad("round: a %s is not a number", a.self.kind_name());
-    string_view how = method ? string_view(method->bytes()) : "common";
-    if (how != "common" && how != "ceil" && how != "floor")
-        r.bad("round: no method '%s'", show(how).c_str());
-    if (a.self.is_int() && how == "common" && digits >= 0)
-        return tpl_int(a.self.i);
-    double scale = std::pow(10.0, double(digits)), x = a.self.number() * scale;
-    x = how == "ceil" ? std::ceil(x) : how == "floor" ? std::floor(x) : std::nearbyint(x);
-    return tpl_float(std::isfinite(x) ? x / scale : a.self.number());
-}
-
-static tpl_value tpl_tojson(tpl_run &r, tpl_args &a) {
-    tpl_style style;
-    style.json = true;
-    style.indent = int(std::clamp<int64_t>(a.get_int(r, 1, "indent", -1), -1, 64));
-    if (a.flag(0, "ensure_ascii"))
-        r.bad("tojson: ensure_ascii is not supported");
-    if (style.indent >= 0)
-        style.comma = {",", string(1, TPL_GIVEN)};
-    const tpl_value *separators = a.get(2, "separators");
-    if (separators && separators->kind != TPL_NONE) {
-        if (!separators->is_list() || separators->items().size() != 2 || !separators->items()[0].is_string() ||
-            !separators->items()[1].is_string())
-            r.bad("tojson: separators must be two strings");
-        style.comma = separators->items()[0].text(), style.colon = separators->items()[1].text();
-    }
-    tpl_text out;
-    tpl_write(r, out, a.self, style, 0);
-    return r.text(std::move(out));
-}
-
-static tpl_value tpl_count(tpl_run &r, const tpl_value &v) {
-    if (v.is_string()) {
-        r.work(v.text().size() / 16);
-        return tpl_int(tpl_length(v.bytes()));
-    }
-    return tpl_int(int64_t(tpl_sequence(r, v).items().size()));
-}
-
-// The first (or last) item of a sequence, or undefined.
-static tpl_value tpl_end_item(tpl_run &r, const tpl_value &seq, bool last) {
-    return seq.items().empty() ? r.missing("no item in an empty sequence") : last ? seq.items().back() : seq.items()[0];
-}
-
-static tpl_value tpl_recased(tpl_run &r, const tpl_value &v, tpl_case mode) {
-    tpl_value s = tpl_string(r, v);
-    r.work(s.text().size() / 4);
-    r.room(2 * s.text().size());
-    return r.text(tpl_recase(s.text(), mode));
-}
-
-static tpl_value tpl_replaced(tpl_run &r, tpl_args &a) {
-    tpl_value s = tpl_string(r, a.self), old = tpl_string(r, a.need(r, 0, "old")),
-              with = tpl_string(r, a.need(r, 1, "new"));
-    return r.text(tpl_replace(r, s.text(), old.text(), with.text(), a.get_int(r, 2, "count", -1)));
-}
-
-// clang-format off
-static const tpl_builtin tpl_filters[] = {
-    {"trim", TPL_FN { return r.text(tpl_strip(r, tpl_string(r, a.self).text(), a.get_text(r, 0, "chars"), 3)); }},
-    {"tojson", tpl_tojson},
-    {"length", TPL_FN { return tpl_count(r, a.self); }},
-    {"upper", TPL_FN { return tpl_recased(r, a.self, TPL_UPPER); }},
-    {"lower", TPL_FN { return tpl_recased(r, a.self, TPL_LOWER); }},
-    {"title", TPL_FN { return tpl_recased(r, a.self, TPL_TITLE_FILTER); }},
-    {"capitalize", TPL_FN { return tpl_recased(r, a.self, TPL_CAPITAL); }},
-    {"join", TPL_FN { return tpl_join(r, a.self, a.get(0, "d"), a.get(1, "attribute")); }},
-    {"default d", TPL_FN {
-        const tpl_value *other = a.get(0, "default_value");
-        bool use = a.self.kind == TPL_UNDEFINED || (a.flag(1, "boolean") && !tpl_truth(a.self));
-        return !use ? a.self : other ? *other : r.text("");
-    }},
-    {"list", TPL_FN { return r.list(tpl_sequence(r, a.self).items()); }},
-    {"string", TPL_FN { return tpl_string(r, a.self); }},
-    {"safe", TPL_FN { return tpl_string(r, a.self); }},
-    {"int", TPL_FN {
-        const tpl_value *other = a.get(0, "default");
-        tpl_value v;
-        return tpl_parse_number(a.self, true, v) ? v : other ? *other : tpl_int(0);
-    }},
-    {"float", TPL_FN {
-        const tpl_value *other = a.get(0, "default");
-        tpl_value v;
-        return tpl_parse_number(a.self, false, v) ? v : other ? *other : tpl_float(0);
-    }},
-    {"first", TPL_FN { return tpl_end_item(r, tpl_sequence(r, a.self), false); }},
-    {"last", TPL_FN { return tpl_end_item(r, tpl_sequence(r, a.self), true); }},
-    {"select", TPL_FN { return tpl_select(r, a, true, false); }},
-    {"reject", TPL_FN { return tpl_select(r, a, false, false); }},
-    {"selectattr", TPL_FN { return tpl_select(r, a, true, true); }},
-    {"rejectattr", TPL_FN { return tpl_select(r, a, false, true); }},
-    {"map", TPL_FN {
-        tpl_value seq = tpl_sequence(r, a.self);
-        const tpl_value *attribute = a.get(size_t(-1), "attribute"), *other = a.get(size_t(-1), "default");
-        const tpl_value *name = attribute ? nullptr : &a.need_text(r, 0, "filter");
-        const tpl_builtin *filter = name ? tpl_find_builtin(tpl_filters, name->bytes()) : nullptr;
-        if (name && !filter)
-            r.bad("no filter named '%s'", show(name->bytes()).c_str());
-        tpl_args b;
-        for (size_t i = 1; name && i < a.list.size(); i++)
-            a.list[i].used = true, b.list.push_back({a.list[i].name, a.list[i].v, false});
-        vector<tpl_value> out;
-        for (const tpl_value &item : seq.items()) {
-            r.work(1);
-            b.self = item;
-            tpl_value v = filter ? tpl_call(r, filter, name->bytes(), b) : tpl_path(r, item, *attribute);
-            out.push_back(v.kind == TPL_UNDEFINED && other ? *other : v);
-        }
-        return r.list(std::move(out));
-    }},
-    {"items", TPL_FN { return tpl_dict_view(r, a.self, 0); }},
-    {"replace", tpl_replaced},
-    {"unique", TPL_FN {
-        bool case_sensitive = a.flag(0, "case_sensitive");
-        const tpl_value *attribute = a.get(1, "attribute");
-        vector<tpl_value> out, keys;
-        tpl_value seq = tpl_sequence(r, a.self);
-        for (const tpl_value &item : seq.items()) {
-            tpl_value key = attribute ? tpl_path(r, item, *attribute) : item;
-            if (key.is_string() && !case_sensitive)
-                key = tpl_recased(r, key, TPL_LOWER);
-            if (std::none_of(keys.begin(), keys.end(), [&](const tpl_value &k) { return tpl_equal(r, k, key); }))
-                out.push_back(item), keys.push_back(key);
-        }
-        return r.list(std::move(out));
-    }},
-    {"sort", TPL_FN {
-        bool reverse = a.flag(0, "reverse"), case_sensitive = a.flag(1, "case_sensitive");
-        return r.list(tpl_sorted(r, tpl_sequence(r, a.self), a.get(2, "attribute"), case_sensitive, reverse));
-    }},
-    {"dictsort", TPL_FN {
-        bool case_sensitive = a.flag(0, "case_sensitive"), reverse = a.flag(2, "reverse");
-        const tpl_value *by = a.get_text(r, 1, "by");
-        tpl_value column = tpl_int(by && by->bytes() == "value");
-        return r.list(tpl_sorted(r, tpl_dict_view(r, a.self, 0), &column, case_sensitive, reverse));
-    }},
-    {"reverse", TPL_FN {
-        tpl_value all[3] = {tpl_none(), tpl_none(), tpl_int(-1)};
-        return tpl_slice(r, a.self.is_string() ? a.self : tpl_sequence(r, a.self), all);
-    }},
-    {"indent", tpl_indent},
-    {"round", tpl_round},
-    {"abs", TPL_FN {
-        if (!a.self.is_number())
-            r.bad("abs: a %s is not a number", a.self.kind_name());
-        return a.self.number() >= 0 ? a.self : tpl_arithmetic(r, "-", tpl_int(0), a.self);
-    }},
-    {nullptr, nullptr},
-};
-// clang-format on
-
-// startswith, endswith: a string or a tuple of strings.
-static tpl_value tpl_affix(tpl_run &r, tpl_args &a, bool at_end) {
-    const tpl_value &what = a.need(r, 0, "prefix");
-    tpl_value all = what.is_list() ? what : r.list({what});
-    for (const tpl_value &v : all.items()) {
-        if (!v.is_string())
-            r.bad("%s needs a string, not %s", a.callee, v.kind_name());
-        size_t n = v.text().size(), size = a.self.text().size();
-        r.work(1 + n / 64);
-        if (n <= size && a.self.bytes().compare(at_end ? size - n : 0, n, v.bytes()) == 0)
-            return tpl_bool(true);
-    }
-    return tpl_bool(false);
-}
-
-static tpl_value tpl_splits(tpl_run &r, tpl_args &a, bool from_right) {
-    const tpl_value *sep = a.get_text(r, 0, "sep");
-    return tpl_split(r, a.self.text(), sep, a.get_int(r, 1, "maxsplit", -1), from_right);
-}
-
-// clang-format off
-static const tpl_builtin tpl_string_methods[] = {
-    {"strip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 3)); }},
-    {"lstrip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 1)); }},
-    {"rstrip", TPL_FN { return r.text(tpl_strip(r, a.self.text(), a.get_text(r, 0, "chars"), 2)); }},
-    {"split", TPL_FN { return tpl_splits(r, a, false); }},
-    {"rsplit", TPL_FN { return tpl_splits(r, a, true); }},
-    {"startswith", TPL_FN { return tpl_affix(r, a, false); }},
-    {"endswith", TPL_FN { return tpl_affix(r, a, true); }},
-    {"upper", TPL_FN { return tpl_recased(r, a.self, TPL_UPPER); }},
-    {"lower", TPL_FN { return tpl_recased(r, a.self, TPL_LOWER); }},
-    {"title", TPL_FN { return tpl_recased(r, a.self, TPL_TITLE_METHOD); }},
-    {"capitalize", TPL_FN { return tpl_recased(r, a.self, TPL_CAPITAL); }},
-    {"replace", tpl_replaced},
-    {"join", TPL_FN { return tpl_join(r, a.need(r, 0, "iterable"), &a.self, nullptr); }},
-    {nullptr, nullptr},
-};
-
-static const tpl_builtin tpl_dict_methods[] = {
-    {"items", TPL_FN { return tpl_dict_view(r, a.self, 0); }},
-    {"keys", TPL_FN { return tpl_dict_view(r, a.self, 1); }},
-    {"values", TPL_FN { return tpl_dict_view(r, a.self, 2); }},
-    {"get", TPL_FN {
-        const tpl_value *other = a.get(1, "default"), *v = tpl_lookup(r, a.self, a.need(r, 0, "key"));
-        return v ? *v : other ? *other : tpl_none();
-    }},
-    {nullptr, nullptr},
-};
-// clang-format on
-
-// Keyword arguments as key, value, key, value.
-static vector<tpl_value> tpl_named(tpl_run &r, tpl_args &a) {
-    vector<tpl_value> items;
-    for (tpl_args::arg &arg : a.list)
-        if (!arg.name.empty())
-            arg.used = true, tpl_dict_set(r, items, r.text(arg.name), arg.v);
-    return items;
+static tpl_value tpl_affix(tpl_run &r, const string &s, const string &affix, bool at_end) {
+    r.work(affix.size() / 64);
+    return tpl_bool(affix.size() <= s.size() &&
+                    s.compare(at_end ? s.size() - affix.size() : 0, affix.size(), affix) == 0);
 }
 
 // The local time in the words of the C locale, whatever locale the host program has set.
-static tpl_value tpl_strftime(tpl_run &r, tpl_args &a) {
-    const string &format = a.need_text(r, 0, "format").bytes();
-    for (size_t i = 0; i < format.size(); i++)
-        if (format[i] == '%') {
-            i += i + 1 < format.size() && format[i + 1] == '-' ? 2 : 1;
-            if (i >= format.size() || !strchr("aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ%", format[i]) || !format[i])
-                r.bad("strftime_now: unknown conversion in '%s'", show(format).c_str());
-        }
+static tpl_value tpl_strftime(tpl_run &r, const string &format) {
+    for (size_t i = 0; (i = format.find('%', i)) != string::npos; i += 2) {
+        i += format.compare(i + 1, 1, "-") == 0;
+        if (i + 1 == format.size() || !format[i + 1] ||
+            !strchr("aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ%", format[i + 1]))
+            tpl_bad(r.line, "strftime_now: unknown conversion in '%s'", show(format).c_str());
+    }
     tm t;
     char buf[512];
-    if (!localtime_r(&r.now, &t))
-        r.bad("strftime_now: no local time");
     locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
-    size_t n = plain ? strftime_l(buf, sizeof buf, format.c_str(), &t, plain) : 0;
+    size_t n = plain && localtime_r(&r.now, &t) ? strftime_l(buf, sizeof buf, format.c_str(), &t, plain) : 0;
     if (plain)
         freelocale(plain);
     if (!n && !format.empty())
-        r.bad("strftime_now: '%s' gives no text or more than %zu bytes", show(format).c_str(), sizeof buf);
+        tpl_bad(r.line, "strftime_now: '%s' gives no text or more than %zu bytes", show(format).c_str(), sizeof buf);
     return r.text(string_view(buf, n));
 }
 
+static tpl_value tpl_range(tpl_run &r, int64_t from, int64_t to, int64_t step) {
+    if (step == 0)
+        tpl_bad(r.line, "range: the step is zero");
+    vector<tpl_value> out;
+    for (bool over = false; !over && (step > 0 ? from < to : from > to);
+         over = __builtin_add_overflow(from, step, &from)) {
+        if (out.size() == TPL_MAX_RANGE)
+            tpl_bad(r.line, "range of more than %zu items", TPL_MAX_RANGE);
+        out.push_back(tpl_int(from));
+    }
+    return r.list(std::move(out));
+}
+
+// dict(), namespace()
+static tpl_value tpl_make_dict(tpl_run &r, tpl_kind kind, const tpl_args &named) {
+    vector<tpl_value> items;
+    for (const tpl_arg &arg : named) {
+        if (arg.name.empty())
+            tpl_bad(r.line, "%s() takes named arguments only", tpl_kind_names[kind]);
+        tpl_dict_set(r, items, r.text(arg.name), arg.v);
+    }
+    return r.make(kind, {}, std::move(items));
+}
+
 // clang-format off
-static const tpl_builtin tpl_functions[] = {
-    {"raise_exception", TPL_FN {
-        const string words = tpl_string(r, a.need(r, 0, "message")).bytes();
-        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", r.line) + words};
-    }},
-    {"strftime_now", tpl_strftime},
-    {"namespace", TPL_FN { return r.make(TPL_NAMESPACE, {}, tpl_named(r, a)); }},
-    {"dict", TPL_FN {
-        vector<tpl_value> items;
-        if (!a.list.empty() && a.list[0].name.empty()) {
-            const tpl_value &from = a.need(r, 0, "");
-            if (from.kind != TPL_DICT)
-                r.bad("dict() needs a dict, not %s", from.kind_name());
-            items = from.items();
-        }
-        vector<tpl_value> named = tpl_named(r, a);
-        for (size_t i = 0; i < named.size(); i += 2)
-            tpl_dict_set(r, items, named[i], named[i + 1]);
-        return r.make(TPL_DICT, {}, std::move(items));
-    }},
-    {"range", TPL_FN {
-        int64_t from = a.get_int(r, 0, "start", 0), to = a.get_int(r, 1, "stop", 0), step = a.get_int(r, 2, "step", 1);
-        if (a.list.size() < 2)
-            to = a.need(r, 0, "stop").i, from = 0;
-        if (step == 0)
-            r.bad("range: the step is zero");
-        // As unsigned differences, which do not overflow.
-        bool empty = step > 0 ? from >= to : from <= to;
-        uint64_t span = empty ? 0 : step > 0 ? uint64_t(to) - uint64_t(from) : uint64_t(from) - uint64_t(to);
-        uint64_t stride = step > 0 ? uint64_t(step) : 0 - uint64_t(step), n = span / stride + (span % stride != 0);
-        if (n > uint64_t(TPL_MAX_RANGE))
-            r.bad("range of %llu items, more than %lld", (unsigned long long)n, (long long)TPL_MAX_RANGE);
-        r.room(n * sizeof(tpl_value));
-        vector<tpl_value> out;
-        for (uint64_t i = 0; i < n; i++)
-            out.push_back(tpl_int(int64_t(uint64_t(from) + i * uint64_t(step))));
-        return r.list(std::move(out));
-    }},
-    {nullptr, nullptr},
+#define TPL_ROW(ROLES, NAMES, PARAMS, RESULT)                                                                          \
+    {NAMES, ROLES, PARAMS, []([[maybe_unused]] tpl_run &r, [[maybe_unused]] const tpl_value *a,                        \
+                              [[maybe_unused]] const tpl_args &all) -> tpl_value { return RESULT; }},
+#define TPL_TEST(NAMES, PARAMS, CONDITION) TPL_ROW(TPL_AS_TEST, NAMES, PARAMS, tpl_bool(CONDITION))
+static const tpl_builtin tpl_builtins[] = {
+    TPL_TEST("defined", "", a->kind != TPL_UNDEFINED)
+    TPL_TEST("undefined", "", a->kind == TPL_UNDEFINED)
+    TPL_TEST("none", "", a->kind == TPL_NONE)
+    TPL_TEST("string", "", a->is_string())
+    TPL_TEST("mapping", "", a->kind == TPL_DICT)
+    TPL_TEST("sequence iterable", "", a->is_sequence())
+    TPL_TEST("number", "", a->is_int())
+    TPL_TEST("integer", "", a->kind == TPL_INT)
+    TPL_TEST("float", "", false)
+    TPL_TEST("boolean", "", a->kind == TPL_BOOL)
+    TPL_TEST("true", "", a->kind == TPL_BOOL && a->i)
+    TPL_TEST("false", "", a->kind == TPL_BOOL && !a->i)
+    TPL_TEST("callable", "", a->kind >= TPL_MACRO)
+    TPL_TEST("odd", "", tpl_truth(tpl_arithmetic(r, "%", *a, tpl_int(2))))
+    TPL_TEST("even", "", !tpl_truth(tpl_arithmetic(r, "%", *a, tpl_int(2))))
+    TPL_TEST("divisibleby", "Anum", !tpl_truth(tpl_arithmetic(r, "%", *a, a[1])))
+    TPL_TEST("in", "Aseq", tpl_contains(r, a[1], *a))
+    TPL_TEST("eq equalto == sameas", "Aother", tpl_equal(r, *a, a[1]))
+    TPL_TEST("ne !=", "Aother", !tpl_equal(r, *a, a[1]))
+    TPL_TEST("lt lessthan <", "Aother", tpl_compare(r, *a, a[1]) < 0)
+    TPL_TEST("le <=", "Aother", tpl_compare(r, *a, a[1]) <= 0)
+    TPL_TEST("gt greaterthan >", "Aother", tpl_compare(r, *a, a[1]) > 0)
+    TPL_TEST("ge >=", "Aother", tpl_compare(r, *a, a[1]) >= 0)
+
+    TPL_ROW(TPL_AS_FILTER, "trim", "schars", tpl_strip(r, tpl_string(r, *a), a[1], true, true))
+    TPL_ROW(TPL_AS_FILTER, "tojson", "aensure_ascii iindent aseparators", tpl_tojson(r, a))
+    TPL_ROW(TPL_AS_FILTER, "length count", "", tpl_int(tpl_count(r, *a)))
+    TPL_ROW(TPL_AS_FILTER, "join", "ad aattribute", tpl_join(r, *a, a[1], a[2]))
+    TPL_ROW(TPL_AS_FILTER, "default d", "adefault_value aboolean",
+        a->kind == TPL_UNDEFINED || (tpl_truth(a[2]) && !tpl_truth(*a)) ? a[1].kind ? a[1] : r.text("") : *a)
+    TPL_ROW(TPL_AS_FILTER, "list", "", tpl_sequence(r, *a))
+    TPL_ROW(TPL_AS_FILTER, "string safe", "", tpl_string(r, *a))
+    TPL_ROW(TPL_AS_FILTER, "int", "adefault", tpl_number(*a).kind ? tpl_number(*a) : a[1].kind ? a[1] : tpl_int(0))
+    TPL_ROW(TPL_AS_FILTER, "first", "", tpl_attribute(r, tpl_sequence(r, *a), tpl_int(0)))
+    TPL_ROW(TPL_AS_FILTER, "last", "", tpl_attribute(r, tpl_sequence(r, *a), tpl_int(-1)))
+    TPL_ROW(TPL_AS_FILTER, "select", "*", tpl_each(r, tpl_builtins, "select", *a, all))
+    TPL_ROW(TPL_AS_FILTER, "reject", "*", tpl_each(r, tpl_builtins, "reject", *a, all))
+    TPL_ROW(TPL_AS_FILTER, "selectattr", "*", tpl_each(r, tpl_builtins, "selectattr", *a, all))
+    TPL_ROW(TPL_AS_FILTER, "rejectattr", "*", tpl_each(r, tpl_builtins, "rejectattr", *a, all))
+    TPL_ROW(TPL_AS_FILTER, "map", "*", tpl_each(r, tpl_builtins, "map", *a, all))
+    TPL_ROW(TPL_AS_FILTER, "sort", "areverse acase_sensitive aattribute",
+        tpl_sort(r, *a, a[3], tpl_truth(a[1]), tpl_truth(a[2])))
+    TPL_ROW(TPL_AS_FILTER, "dictsort", "", tpl_sort(r, tpl_dict_view(r, *a, 0), tpl_int(0), false, false))
+    TPL_ROW(TPL_AS_FILTER, "reverse", "",
+        tpl_slice(r, a->is_string() ? *a : tpl_sequence(r, *a), {tpl_none(), tpl_none(), tpl_int(-1)}))
+    TPL_ROW(TPL_AS_FILTER, "abs", "", tpl_arithmetic(r, a->int_or(0) < 0 ? "-" : "+", tpl_int(0), *a))
+
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_TEXT, "upper", "", tpl_recase(r, tpl_string(r, *a), TPL_UPPER))
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_TEXT, "lower", "", tpl_recase(r, tpl_string(r, *a), TPL_LOWER))
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_TEXT, "capitalize", "", tpl_recase(r, tpl_string(r, *a), TPL_CAPITAL))
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_TEXT, "title", "", tpl_recase(r, tpl_string(r, *a), TPL_TITLE))
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_TEXT, "replace", "Aold Anew icount",
+        tpl_replace(r, tpl_string(r, *a), tpl_string(r, a[1]), tpl_string(r, a[2]), a[3].int_or(-1)))
+    TPL_ROW(TPL_OF_TEXT, "strip", "schars", tpl_strip(r, *a, a[1], true, true))
+    TPL_ROW(TPL_OF_TEXT, "lstrip", "schars", tpl_strip(r, *a, a[1], true, false))
+    TPL_ROW(TPL_OF_TEXT, "rstrip", "schars", tpl_strip(r, *a, a[1], false, true))
+    TPL_ROW(TPL_OF_TEXT, "split", "ssep imaxsplit", tpl_split(r, a->text(), a[1], a[2].int_or(-1)))
+    TPL_ROW(TPL_OF_TEXT, "startswith", "Sprefix", tpl_affix(r, a->bytes(), a[1].bytes(), false))
+    TPL_ROW(TPL_OF_TEXT, "endswith", "Ssuffix", tpl_affix(r, a->bytes(), a[1].bytes(), true))
+    TPL_ROW(TPL_OF_TEXT, "join", "Aiterable", tpl_join(r, a[1], *a, {}))
+
+    TPL_ROW(TPL_AS_FILTER | TPL_OF_DICT, "items", "", tpl_dict_view(r, *a, 0))
+    TPL_ROW(TPL_OF_DICT, "keys", "", tpl_dict_view(r, *a, 1))
+    TPL_ROW(TPL_OF_DICT, "values", "", tpl_dict_view(r, *a, 2))
+    TPL_ROW(TPL_OF_DICT, "get", "Akey adefault",
+        tpl_lookup(r, *a, a[1]) ? *tpl_lookup(r, *a, a[1]) : a[2].kind ? a[2] : tpl_none())
+
+    TPL_ROW(TPL_AS_FUNCTION, "raise_exception", "Amessage",
+        (tpl_bad(r.line, "%s", tpl_string(r, a[1]).bytes().c_str()), *a))
+    TPL_ROW(TPL_AS_FUNCTION, "strftime_now", "Sformat", tpl_strftime(r, a[1].bytes()))
+    TPL_ROW(TPL_AS_FUNCTION, "namespace", "*", tpl_make_dict(r, TPL_NAMESPACE, all))
+    TPL_ROW(TPL_AS_FUNCTION, "dict", "*", tpl_make_dict(r, TPL_DICT, all))
+    TPL_ROW(TPL_AS_FUNCTION, "range", "Istart istop istep",
+        a[2].is_int() ? tpl_range(r, a[1].i, a[2].i, a[3].int_or(1)) : tpl_range(r, 0, a[1].i, 1))
+    {nullptr, 0, nullptr, nullptr},
 };
 // clang-format on
 #undef TPL_TEST
-#undef TPL_FN
+#undef TPL_ROW
 
 // ---- source to tokens -------------------------------------------------------------------------------------------
 
-enum tpl_token_kind { TPL_DATA, TPL_OPEN, TPL_OPEN_TAG, TPL_CLOSE, TPL_WORD, TPL_QUOTED, TPL_DIGITS, TPL_OP, TPL_END };
+enum tpl_token_kind { TPL_DATA, TPL_QUOTED, TPL_DIGITS, TPL_WORD, TPL_OP, TPL_END };
 
 struct tpl_token {
     tpl_token_kind kind;
     int line;
-    string_view text; // quoted: without the quotes, escapes not yet decoded
+    string_view text;
+    tpl_value value; // quoted, digits
+};
+
+// A text that belongs to the template and not to a run.
+static tpl_value tpl_constant_text(string s) {
+    tpl_value v{TPL_STRING, 0, std::make_shared<tpl_value::heap>()};
+    v.h->text = tpl_text(std::move(s));
+    return v;
+}
+
+// A template cut into tokens: immutable, and may be rendered by several threads at once.
+struct chat_template {
+    std::unique_ptr<string> source; // the tokens point into it
+    vector<tpl_token> tokens;
 };
 
 struct tpl_lexer {
@@ -3309,25 +2983,38 @@ struct tpl_lexer {
     size_t at = 0, counted = 0;
     int line = 1;
 
-    [[noreturn]] void bad(const char *what) {
-        fail(ENGINE_ETEMPLATE, "template line %d: %s",
-             line + int(std::count(src.begin() + counted, src.begin() + at, '\n')), what);
+    int line_here() {
+        line += int(std::count(src.begin() + counted, src.begin() + at, '\n'));
+        counted = at;
+        return line;
     }
     bool sees(string_view s) const { return src.compare(at, s.size(), s) == 0; }
     static bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
-    static bool is_word(char c) { return c == '_' || (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z'); }
-    void add(tpl_token_kind kind, string_view text) {
-        line += int(std::count(src.begin() + counted, src.begin() + at, '\n'));
-        counted = at;
-        out.push_back({kind, line, text});
+    static bool is_digit(char c) { return c >= '0' && c <= '9'; }
+    static bool is_word(char c) { return c == '_' || is_digit(c) || ((c | 32) >= 'a' && (c | 32) <= 'z'); }
+    void add(tpl_token_kind kind, size_t n, tpl_value value = {}) {
+        out.push_back({kind, line_here(), src.substr(at, n), std::move(value)});
+        at += n;
     }
-    // The closing delimiter is here: `at` moves behind it and the white space that goes with it.
-    void close(string_view end, char control) {
-        at += end.size() + (control != 0);
+    // An unknown escape stays as it is, as in Python.
+    tpl_value unescape(string_view s) {
+        static const char from[] = "ntr\\'\"", to[] = "\n\t\r\\'\"", unsupported[] = "01234567abfvxuUN\n";
+        string text;
+        for (size_t i = 0; i < s.size(); i++) {
+            const void *known = s[i] == '\\' ? memchr(from, s[i + 1], 6) : nullptr;
+            if (s[i] == '\\' && memchr(unsupported, s[i + 1], 17))
+                tpl_bad(line_here(), "the escape '\\%s' is not supported", show(s.substr(i + 1, 1)).c_str());
+            text += known ? to[static_cast<const char *>(known) - from] : s[i];
+            i += known != nullptr;
+        }
+        return tpl_constant_text(text);
+    }
+    // Behind a closing delimiter: the white space that goes with it. `control`: - or + before the delimiter.
+    void closed(bool tag, char control) {
         if (control == '-')
             while (at < src.size() && is_space(src[at]))
                 at++;
-        else if (end != "}}" && control != '+' && sees("\n"))
+        else if (tag && control != '+' && sees("\n"))
             at++;
     }
     // The tokens up to the closing delimiter. Inside brackets a delimiter is none: {{ {'a': {}} }}.
@@ -3336,560 +3023,86 @@ struct tpl_lexer {
             while (at < src.size() && is_space(src[at]))
                 at++;
             if (at == src.size())
-                bad("the template ends inside a tag");
-            char c = src[at];
-            bool control = (c == '-' || (c == '+' && end == "%}")) && src.compare(at + 1, 2, end) == 0;
+                tpl_bad(line_here(), "the template ends inside a tag");
+            const char c = src[at];
+            const bool control = (c == '-' || (c == '+' && end == "%}")) && src.compare(at + 1, 2, end) == 0;
             if (nesting == 0 && (control || sees(end))) {
-                add(TPL_CLOSE, end);
-                return close(end, control ? c : 0);
+                at += control;
+                add(TPL_OP, 2);
+                return closed(end == "%}", control ? c : 0);
             }
             size_t n = 1;
-            tpl_token_kind kind = TPL_OP;
             if (c == '"' || c == '\'') {
                 while (at + n < src.size() && src[at + n] != c)
                     n += src[at + n] == '\\' ? 2 : 1;
                 if (at + n >= src.size())
-                    bad("a string is not closed");
-                add(TPL_QUOTED, src.substr(at + 1, n - 1));
-                at += n + 1;
-                continue;
-            }
-            if (c >= '0' && c <= '9') {
-                kind = TPL_DIGITS;
-                auto digits = [&] {
-                    while (at + n < src.size() && ((src[at + n] >= '0' && src[at + n] <= '9') || src[at + n] == '_'))
-                        n++;
-                };
-                digits();
-                if (src.compare(at + n, 1, ".") == 0 && at + n + 1 < src.size() && isdigit(uint8_t(src[at + n + 1])))
-                    n++, digits();
+                    tpl_bad(line_here(), "a string is not closed");
+                add(TPL_QUOTED, n + 1, unescape(src.substr(at + 1, n - 1)));
             } else if (is_word(c)) {
-                kind = TPL_WORD;
-                while (at + n < src.size() && is_word(src[at + n]))
+                while (at + n < src.size() && (is_word(src[at + n]) || (is_digit(c) && src[at + n] == '.')))
                     n++;
+                tpl_value number;
+                if (is_digit(c)) {
+                    number = tpl_number(tpl_constant_text(string(src.substr(at, n))));
+                    if (number.kind == TPL_UNDEFINED)
+                        tpl_bad(line_here(), "bad number %s", show(src.substr(at, n)).c_str());
+                }
+                add(is_digit(c) ? TPL_DIGITS : TPL_WORD, n, number);
             } else {
                 for (const char *two : {"//", "**", "==", "!=", "<=", ">="})
                     n = sees(two) ? 2 : n;
                 if (n == 1 && !strchr("+-*/%~<>=()[]{}.,:|", c))
-                    bad(("unexpected character '" + show(src.substr(at, 1)) + "'").c_str());
+                    tpl_bad(line_here(), "unexpected character '%s'", show(src.substr(at, 1)).c_str());
                 nesting += c == '(' || c == '[' || c == '{' ? 1 : c == ')' || c == ']' || c == '}' ? -1 : 0;
                 if (nesting < 0)
-                    bad("a bracket closes that was not opened");
+                    tpl_bad(line_here(), "a bracket closes that was not opened");
+                add(TPL_OP, n);
             }
-            add(kind, src.substr(at, n));
-            at += n;
         }
     }
     void run() {
         while (at < src.size()) {
-            size_t from = at, to = from;
-            while ((to = src.find('{', to)) != string::npos && src.find_first_of("{%#", to + 1) != to + 1)
-                to++;
-            size_t open = to = std::min(to, src.size());
-            char kind = open < src.size() ? src[open + 1] : 0,
-                 control = kind && open + 2 < src.size() ? src[open + 2] : 0;
-            control = control == '-' || (control == '+' && kind != '{') ? control : 0;
-            if (control == '-')
-                while (to > from && is_space(src[to - 1]))
-                    to--;
-            else if (control != '+' && (kind == '%' || kind == '#')) { // lstrip_blocks: the line's indentation goes
+            size_t open = at;
+            while ((open = src.find('{', open)) != string::npos && src.find_first_of("{%#", open + 1) != open + 1)
+                open++;
+            size_t to = open = std::min(open, src.size());
+            const char kind = open < src.size() ? src[open + 1] : 0, sign = open + 2 < src.size() ? src[open + 2] : 0;
+            const bool minus = sign == '-', plus = sign == '+' && kind != '{';
+            while (kind && minus && to > at && is_space(src[to - 1]))
+                to--;
+            if (!minus && !plus && (kind == '%' || kind == '#')) { // lstrip_blocks: the line's indentation goes
                 size_t start = to;
-                while (start > from && (src[start - 1] == ' ' || src[start - 1] == '\t'))
+                while (start > at && (src[start - 1] == ' ' || src[start - 1] == '\t'))
                     start--;
                 if (start == 0 || src[start - 1] == '\n')
                     to = start;
             }
-            if (to > from)
-                add(TPL_DATA, src.substr(from, to - from));
+            if (to > at)
+                add(TPL_DATA, to - at);
             if (!kind)
                 break;
             at = open;
             if (kind == '#') {
                 size_t end = src.find("#}", open + 2);
                 if (end == string::npos)
-                    bad("a comment is not closed");
-                bool controlled = end > open + 2 && (src[end - 1] == '-' || src[end - 1] == '+');
-                at = end - controlled;
-                close("#}", controlled ? src[end - 1] : 0);
+                    tpl_bad(line_here(), "a comment is not closed");
+                at = end + 2;
+                closed(true, end > open + 2 ? src[end - 1] : 0);
                 continue;
             }
-            add(kind == '{' ? TPL_OPEN : TPL_OPEN_TAG, src.substr(open, 2));
-            at = open + 2 + (control != 0);
+            add(TPL_OP, 2);
+            at += minus || plus;
             expression(kind == '{' ? "}}" : "%}");
         }
         at = src.size();
-        add(TPL_END, "end of the template");
-    }
-};
-
-// ---- tokens to a tree -------------------------------------------------------------------------------------------
-
-// clang-format off
-enum tpl_op {
-    TPL_CONST, TPL_NAME, TPL_MAKE_LIST, TPL_MAKE_TUPLE, TPL_MAKE_DICT, TPL_ATTR, TPL_SLICE, TPL_CALL, TPL_FILTER,
-    TPL_TEST, TPL_NOT, TPL_MINUS, TPL_PLUS, TPL_AND, TPL_OR, TPL_COMPARE, TPL_BINARY, TPL_CHOICE, TPL_ARG,
-    TPL_BLOCK, TPL_OUT, TPL_PRINT, TPL_IF, TPL_FOR, TPL_SET, TPL_SET_BLOCK, TPL_DEF, TPL_BREAK, TPL_CONTINUE
-};
-// clang-format on
-
-struct tpl_node {
-    tpl_op op;
-    int line, depth;
-    string_view text;                // name, operator, data
-    vector<const tpl_node *> kids;   // see the parser, where each is made
-    tpl_value constant;              // const
-    const tpl_builtin *fn = nullptr; // filter, test
-};
-
-// A parsed template: immutable, and may be rendered by several threads at once.
-struct chat_template {
-    std::unique_ptr<string> source; // the nodes point into it
-    vector<std::unique_ptr<tpl_node>> nodes;
-    const tpl_node *root = nullptr;
-};
-
-static tpl_value tpl_constant_text(string_view s) {
-    tpl_value v = tpl_scalar(TPL_STRING, 0);
-    v.h = std::make_shared<tpl_value::heap>();
-    v.h->text.add(s, TPL_OURS);
-    return v;
-}
-
-static void tpl_add_utf8(string &out, uint32_t c) {
-    if (c < 0x80)
-        out += char(c);
-    else {
-        int more = c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
-        out += char((0xff00 >> (more + 1) & 0xff) | c >> 6 * more);
-        while (more--)
-            out += char(0x80 | (c >> 6 * more & 0x3f));
-    }
-}
-
-struct tpl_parser {
-    chat_template &out;
-    vector<tpl_token> tokens;
-    size_t at = 0;
-    int depth = 0;
-    using kid_list = vector<const tpl_node *>;
-
-    const tpl_token &now() const { return tokens[at]; }
-    [[noreturn]] __attribute__((format(printf, 2, 3))) void bad(const char *fmt, ...) const {
-        va_list args;
-        va_start(args, fmt);
-        string s = vstrf(fmt, args);
-        va_end(args);
-        throw Error{ENGINE_ETEMPLATE, strf("template line %d: ", now().line) + s};
-    }
-    string seen() const { return show(now().kind == TPL_QUOTED ? "a string" : now().text); }
-    bool is(tpl_token_kind kind, string_view text) const { return now().kind == kind && now().text == text; }
-    bool take(tpl_token_kind kind, string_view text) { return is(kind, text) && ++at; }
-    bool op(string_view text) { return take(TPL_OP, text); }
-    bool word(string_view text) { return take(TPL_WORD, text); }
-    void need(tpl_token_kind kind, const char *text) {
-        if (!take(kind, text))
-            bad("expected '%s', found '%s'", text, seen().c_str());
-    }
-    void need_op(const char *text) { need(TPL_OP, text); }
-    void need_close() { need(TPL_CLOSE, "%}"); }
-    string_view name() {
-        if (now().kind != TPL_WORD)
-            bad("expected a name, found '%s'", seen().c_str());
-        return tokens[at++].text;
-    }
-    struct level { // one step deeper into the source; recursion is bounded here
-        tpl_parser &p;
-        explicit level(tpl_parser &parser) : p(parser) {
-            if (++p.depth > TPL_MAX_DEPTH)
-                p.bad("nested more than %d deep", TPL_MAX_DEPTH);
-        }
-        ~level() { p.depth--; }
-    };
-    // Long chains (a ~ b ~ c) nest the tree without nesting the parser, so the tree's depth is bounded as well.
-    tpl_node *make(tpl_op op, string_view text, kid_list kids, int line = 0) {
-        int deep = 0;
-        for (const tpl_node *k : kids)
-            deep = std::max(deep, k->depth);
-        if (deep >= TPL_MAX_DEPTH)
-            bad("nested more than %d deep", TPL_MAX_DEPTH);
-        out.nodes.push_back(std::make_unique<tpl_node>());
-        tpl_node *n = out.nodes.back().get();
-        n->op = op, n->line = line ? line : now().line, n->depth = deep + 1, n->text = text, n->kids = std::move(kids);
-        return n;
-    }
-    const tpl_node *constant(tpl_value v) {
-        tpl_node *n = make(TPL_CONST, "", {});
-        n->constant = std::move(v);
-        return n;
-    }
-
-    // Python's escapes. An unknown one stays as it is.
-    string unescape(string_view s) {
-        string r;
-        for (size_t i = 0; i < s.size(); i++) {
-            if (s[i] != '\\' || i + 1 == s.size()) {
-                r += s[i];
-                continue;
-            }
-            char c = s[++i];
-            const char *simple = strchr("n\nt\tr\rb\bf\fa\av\v0\0", c);
-            size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
-            if (c == '\\' || c == '\'' || c == '"')
-                r += c;
-            else if (c != '\n' && simple && isalpha(uint8_t(c)))
-                r += simple[1];
-            else if (c == '0')
-                r += '\0';
-            else if (digits) {
-                uint32_t u = 0;
-                auto end = std::from_chars(s.data() + i + 1, s.data() + std::min(s.size(), i + 1 + digits), u, 16).ptr;
-                if (end != s.data() + i + 1 + digits || u > 0x10ffff || (u >= 0xd800 && u < 0xe000))
-                    bad("bad escape '\\%c' in a string", c);
-                tpl_add_utf8(r, u);
-                i += digits;
-            } else if (c != '\n') // a newline after a backslash is no text
-                r += '\\', r += c;
-        }
-        return r;
-    }
-    const tpl_node *number() {
-        string s(tokens[at++].text);
-        s.erase(std::remove(s.begin(), s.end(), '_'), s.end());
-        int64_t i = 0;
-        double f = 0;
-        bool real = s.find('.') != string::npos;
-        auto e = real ? std::from_chars(s.data(), s.data() + s.size(), f)
-                      : std::from_chars(s.data(), s.data() + s.size(), i);
-        if (e.ec != std::errc())
-            bad("number %s is out of range", show(s).c_str());
-        return constant(real ? tpl_float(f) : tpl_int(i));
-    }
-    // Comma-separated expressions up to `end`; tells whether there was a comma.
-    bool items(kid_list &kids, const char *end) {
-        bool comma = false;
-        while (!op(end)) {
-            kids.push_back(expression());
-            if (op(","))
-                comma = true;
-            else if (!is(TPL_OP, end))
-                bad("expected ',' or '%s', found '%s'", end, seen().c_str());
-        }
-        return comma;
-    }
-    const tpl_node *primary() {
-        const tpl_token &t = now();
-        if (t.kind == TPL_QUOTED) {
-            string s;
-            while (now().kind == TPL_QUOTED)
-                s += unescape(now().text), at++;
-            return constant(tpl_constant_text(s));
-        }
-        if (t.kind == TPL_DIGITS)
-            return number();
-        if (t.kind == TPL_WORD) {
-            at++;
-            if (t.text == "true" || t.text == "True" || t.text == "false" || t.text == "False")
-                return constant(tpl_bool((t.text[0] | 32) == 't'));
-            return t.text == "none" || t.text == "None" ? constant(tpl_none()) : make(TPL_NAME, t.text, {}, t.line);
-        }
-        kid_list kids;
-        if (op("(")) {
-            bool comma = items(kids, ")");
-            return kids.size() == 1 && !comma ? kids[0] : make(TPL_MAKE_TUPLE, "", std::move(kids), t.line);
-        }
-        if (op("[")) {
-            items(kids, "]");
-            return make(TPL_MAKE_LIST, "", std::move(kids), t.line);
-        }
-        need_op("{");
-        while (!op("}")) {
-            kids.push_back(expression());
-            need_op(":");
-            kids.push_back(expression());
-            if (!op(",") && !is(TPL_OP, "}"))
-                bad("expected ',' or '}', found '%s'", seen().c_str());
-        }
-        return make(TPL_MAKE_DICT, "", std::move(kids), t.line);
-    }
-    // After "(": arguments; a named one is an ARG node.
-    void arguments(kid_list &kids) {
-        while (!op(")")) {
-            if (now().kind == TPL_WORD && tokens[at + 1].kind == TPL_OP && tokens[at + 1].text == "=") {
-                string_view n = name();
-                at++;
-                kids.push_back(make(TPL_ARG, n, {expression()}));
-            } else
-                kids.push_back(expression());
-            if (!op(",") && !is(TPL_OP, ")"))
-                bad("expected ',' or ')', found '%s'", seen().c_str());
-        }
-    }
-    const tpl_node *subscript(const tpl_node *left) {
-        kid_list kids = {left};
-        bool slice = false;
-        for (int k = 0; k < 3; k++) {
-            bool none = is(TPL_OP, ":") || is(TPL_OP, "]");
-            kids.push_back(none ? constant(tpl_none()) : expression());
-            if (k == 0 && none && is(TPL_OP, "]"))
-                bad("an index is missing");
-            if (k < 2 && op(":"))
-                slice = true;
-        }
-        need_op("]");
-        if (!slice)
-            kids.resize(2);
-        return make(slice ? TPL_SLICE : TPL_ATTR, "", std::move(kids));
-    }
-    const tpl_node *test(const tpl_node *left) {
-        bool negated = word("not");
-        int line = now().line;
-        string_view n = name();
-        const tpl_builtin *fn = tpl_find_builtin(tpl_tests, n);
-        if (!fn)
-            bad("no test named '%s'", show(n).c_str());
-        kid_list kids = {left};
-        static const char *const follow[] = {"else", "or", "and", "if", "is", "in", "not"};
-        bool word_follows =
-            std::any_of(std::begin(follow), std::end(follow), [&](const char *w) { return is(TPL_WORD, w); });
-        if (op("("))
-            arguments(kids);
-        else if (now().kind == TPL_QUOTED || now().kind == TPL_DIGITS || (now().kind == TPL_WORD && !word_follows) ||
-                 is(TPL_OP, "[") || is(TPL_OP, "{"))
-            kids.push_back(postfix(primary()));
-        tpl_node *node = make(TPL_TEST, n, std::move(kids), line);
-        node->fn = fn;
-        return negated ? make(TPL_NOT, "", {node}, line) : node;
-    }
-    const tpl_node *postfix(const tpl_node *left) {
-        for (;;) {
-            int line = now().line;
-            if (op(".")) {
-                if (now().kind == TPL_DIGITS)
-                    left = make(TPL_ATTR, "", {left, number()}, line);
-                else {
-                    string_view n = name();
-                    left = make(TPL_ATTR, n, {left, constant(tpl_constant_text(n))}, line);
-                }
-            } else if (op("["))
-                left = subscript(left);
-            else if (op("(")) {
-                kid_list kids = {left};
-                arguments(kids);
-                left = make(TPL_CALL, "", std::move(kids), line);
-            } else
-                return left;
-        }
-    }
-    const tpl_node *filters(const tpl_node *left) {
-        for (;;) {
-            int line = now().line;
-            if (word("is"))
-                left = test(left);
-            else if (op("|")) {
-                kid_list kids = {left};
-                string_view n = name();
-                const tpl_builtin *fn = tpl_find_builtin(tpl_filters, n);
-                if (!fn)
-                    bad("no filter named '%s'", show(n).c_str());
-                if (op("("))
-                    arguments(kids);
-                tpl_node *node = make(TPL_FILTER, n, std::move(kids), line);
-                node->fn = fn, left = node;
-            } else
-                return left;
-        }
-    }
-    const tpl_node *unary(bool with_filters) {
-        level l(*this);
-        bool minus = is(TPL_OP, "-");
-        if (op("-") || op("+")) {
-            const tpl_node *n = make(minus ? TPL_MINUS : TPL_PLUS, minus ? "-" : "+", {unary(false)});
-            return with_filters ? filters(n) : n;
-        }
-        const tpl_node *n = postfix(primary());
-        return with_filters ? filters(n) : n;
-    }
-    // 1 or, 2 and, 4 comparison, 5 + -, 6 ~, 7 * / // %, 8 **; 3 is `not`; 0: no operator.
-    int precedence() const {
-        const tpl_token &t = now();
-        if (t.kind == TPL_WORD)
-            return t.text == "or"                                                       ? 1
-                   : t.text == "and"                                                    ? 2
-                   : t.text == "in" || (t.text == "not" && tokens[at + 1].text == "in") ? 4
-                                                                                        : 0;
-        if (t.kind != TPL_OP)
-            return 0;
-        static const char *const levels[] = {"== != < <= > >=", "+ -", "~", "* / // %", "**"};
-        for (int i = 0; i < 5; i++)
-            for (string_view s = levels[i]; !s.empty(); s.remove_prefix(std::min(s.find(' '), s.size() - 1) + 1))
-                if (s.substr(0, s.find(' ')) == t.text)
-                    return 4 + i;
-        return 0;
-    }
-    const tpl_node *binary(int least) {
-        const tpl_node *left, *last = nullptr; // last: the right side of a comparison just made: a < b < c
-        if (word("not")) {
-            level l(*this);
-            left = make(TPL_NOT, "", {binary(3)});
-        } else
-            left = unary(true);
-        for (int p; (p = precedence()) >= std::max(least, 1);) {
-            int line = now().line;
-            string_view o = tokens[at++].text;
-            if (o == "not")
-                o = "not in", at++;
-            const tpl_node *right = binary(p + 1);
-            tpl_op kind = p == 1 ? TPL_OR : p == 2 ? TPL_AND : p == 4 ? TPL_COMPARE : TPL_BINARY;
-            const tpl_node *n = make(kind, o, {p == 4 && last ? last : left, right}, line);
-            left = p == 4 && last ? make(TPL_AND, "and", {left, n}, line) : n;
-            last = p == 4 ? right : nullptr;
-        }
-        return left;
-    }
-    const tpl_node *expression() {
-        const tpl_node *n = binary(1);
-        while (word("if")) {
-            level l(*this);
-            const tpl_node *condition = binary(1);
-            n = make(TPL_CHOICE, "", word("else") ? kid_list{condition, n, expression()} : kid_list{condition, n});
-        }
-        return n;
-    }
-    // An expression, or several with commas between: a tuple. A `for` takes no inline if.
-    const tpl_node *tuple(bool choice) {
-        kid_list kids = {choice ? expression() : binary(1)};
-        bool comma = false;
-        while (op(",") && (comma = true) && now().kind != TPL_CLOSE)
-            kids.push_back(choice ? expression() : binary(1));
-        return comma ? make(TPL_MAKE_TUPLE, "", std::move(kids)) : kids[0];
-    }
-    void targets(kid_list &kids) {
-        bool parens = op("(");
-        do
-            kids.push_back(make(TPL_NAME, name(), {}));
-        while (op(","));
-        if (parens)
-            need_op(")");
-    }
-
-    const tpl_node *parse_if() {
-        int line = now().line;
-        kid_list kids = {expression()}; // condition, block, condition, block, ..., else block
-        for (;;) {
-            need_close();
-            string_view end;
-            kids.push_back(block("if", line, {"elif", "else", "endif"}, end));
-            if (end == "elif") {
-                kids.push_back(expression());
-                continue;
-            }
-            if (end == "else") {
-                need_close();
-                kids.push_back(block("if", line, {"endif"}, end));
-            }
-            need_close();
-            return make(TPL_IF, "", std::move(kids), line);
-        }
-    }
-    const tpl_node *parse_for() { // sequence, condition, body, else block, target names ...
-        int line = now().line;
-        kid_list names;
-        targets(names);
-        need(TPL_WORD, "in");
-        const tpl_node *seq = tuple(false), *condition = word("if") ? expression() : constant(tpl_bool(true));
-        if (is(TPL_WORD, "recursive"))
-            bad("recursive loops are not supported");
-        need_close();
-        string_view end;
-        const tpl_node *body = block("for", line, {"else", "endfor"}, end), *other = nullptr;
-        if (end == "else") {
-            need_close();
-            other = block("for", line, {"endfor"}, end);
-        }
-        need_close();
-        kid_list kids = {seq, condition, body, other ? other : make(TPL_BLOCK, "", {})};
-        kids.insert(kids.end(), names.begin(), names.end());
-        return make(TPL_FOR, "", std::move(kids), line);
-    }
-    const tpl_node *parse_set() { // value or block, target names ...; text: the attribute of a namespace
-        int line = now().line;
-        kid_list names;
-        targets(names);
-        string_view attribute = op(".") ? name() : "", end;
-        if (!op("=")) {
-            need_close();
-            names.insert(names.begin(), block("set", line, {"endset"}, end));
-            need_close();
-            return make(TPL_SET_BLOCK, attribute, std::move(names), line);
-        }
-        names.insert(names.begin(), tuple(true));
-        need_close();
-        return make(TPL_SET, attribute, std::move(names), line);
-    }
-    const tpl_node *parse_macro() { // body, parameters (ARG, with the default as its kid) ...
-        int line = now().line;
-        string_view macro = name(), end;
-        kid_list kids = {nullptr};
-        need_op("(");
-        while (!op(")")) {
-            string_view n = name();
-            kids.push_back(make(TPL_ARG, n, op("=") ? kid_list{expression()} : kid_list{}));
-            if (!op(",") && !is(TPL_OP, ")"))
-                bad("expected ',' or ')', found '%s'", seen().c_str());
-        }
-        need_close();
-        kids[0] = block("macro", line, {"endmacro"}, end);
-        need_close();
-        return make(TPL_DEF, macro, std::move(kids), line);
-    }
-    // Up to a tag of `ends`, whose name is taken; its closing delimiter is not.
-    const tpl_node *block(const char *what, int line, std::initializer_list<string_view> ends, string_view &end) {
-        level l(*this);
-        kid_list kids;
-        for (;;) {
-            const tpl_token &t = tokens[at++];
-            if (t.kind == TPL_END) {
-                at--;
-                if (!ends.size())
-                    return make(TPL_BLOCK, "", std::move(kids));
-                bad("'%s' of line %d is not closed", what, line);
-            }
-            if (t.kind == TPL_DATA)
-                kids.push_back(make(TPL_OUT, t.text, {}, t.line));
-            else if (t.kind == TPL_OPEN) {
-                kids.push_back(make(TPL_PRINT, "", {tuple(true)}, t.line));
-                need(TPL_CLOSE, "}}");
-            } else {
-                string_view tag = name();
-                if (std::find(ends.begin(), ends.end(), tag) != ends.end())
-                    return end = tag, make(TPL_BLOCK, "", std::move(kids), line);
-                if (tag == "if")
-                    kids.push_back(parse_if());
-                else if (tag == "for")
-                    kids.push_back(parse_for());
-                else if (tag == "set")
-                    kids.push_back(parse_set());
-                else if (tag == "macro")
-                    kids.push_back(parse_macro());
-                else if (tag == "break" || tag == "continue") {
-                    kids.push_back(make(tag == "break" ? TPL_BREAK : TPL_CONTINUE, "", {}));
-                    need_close();
-                } else if (tag == "generation" || tag == "endgeneration") // marks text for training only
-                    need_close();
-                else {
-                    at--;
-                    bad("unexpected tag '%s'", show(tag).c_str());
-                }
-            }
-        }
+        out.push_back({TPL_END, line_here(), "end of the template", {}});
     }
 };
 
 // The templates of model files come through here. The source is copied.
 static chat_template parse_template(string_view source) {
     if (source.size() > TPL_MAX_SOURCE)
-        fail(ENGINE_ETEMPLATE, "template line 1: the template has %zu bytes, more than %zu", source.size(),
-             TPL_MAX_SOURCE);
+        tpl_bad(1, "the template has %zu bytes, more than %zu", source.size(), TPL_MAX_SOURCE);
     chat_template t;
     t.source = std::make_unique<string>();
     for (size_t i = 0; i < source.size(); i++) // CR LF and CR are newlines
@@ -3902,307 +3115,487 @@ static chat_template parse_template(string_view source) {
     tpl_lexer lexer;
     lexer.src = *t.source;
     lexer.run();
-    tpl_parser parser{t, std::move(lexer.out)};
-    string_view end;
-    t.root = parser.block("template", 1, {}, end);
+    t.tokens = std::move(lexer.out);
     return t;
 }
 
-// ---- the tree at work -------------------------------------------------------------------------------------------
+// ---- tokens at work ---------------------------------------------------------------------------------------------
 
+// Computes while it reads: there is no tree. What must not be computed now (the branch not taken, the right side of an
+// `and` that is decided, what follows a `break`) is read all the same with live() false, which also finds its errors
+// of syntax; a loop or a macro goes back to the token where its body begins.
 struct tpl_interpreter {
-    enum flow { NEXT, BREAK, CONTINUE };
     struct variable {
         string_view name;
         tpl_value v;
     };
-    tpl_run r; // first, so that it outlives every value
-    vector<const tpl_node *> macros;
-    vector<variable> globals, locals;
-    vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
-    size_t frame = 0, scope = 0;  // where the running macro's and the innermost loop's variables begin in `locals`
-    bool nested = false;          // inside a loop or macro, so that `set` makes a local
+    const vector<tpl_token> &tokens;
+    tpl_run r;
+    size_t at = 0;
+    bool on = true;             // false: in a branch that is not taken
+    string_view leaving, ended; // "break" or "continue" up to the end of the body; the tag that ended the last block
+    // Of a token, once known: where the block that begins here ends; where the `if` of the expression that begins here
+    // is, or 1 when it has none.
+    vector<size_t> memo;
+    vector<size_t> macros; // where their parameters are
+    // The variables of the template, then those of the loops and macros that run.
+    vector<variable> variables;
+    struct {
+        size_t begin = 0, frame = 0,
+               globals = 0; // `set` looks from `begin` on; a macro from `frame` on, then the globals
+    } scope;
     tpl_text *out = nullptr;
 
-    ~tpl_interpreter() {
-        for (tpl_value &n : namespaces)
-            n.h->items.clear();
-    }
-    struct level {
-        tpl_run &r;
-        int saved;
-        level(tpl_run &run, int line) : r(run), saved(run.line) {
-            r.line = line;
-            r.work(1);
-            if (++r.depth > TPL_MAX_RUN_DEPTH)
-                r.bad("nested more than %d deep", TPL_MAX_RUN_DEPTH);
-        }
-        ~level() { r.depth--, r.line = saved; }
-    };
+    explicit tpl_interpreter(const vector<tpl_token> &t) : tokens(t), memo(t.size()) {}
 
+    // The body of a loop, or of a macro, which has a frame of its own. Gives what leave() takes.
+    auto enter(bool new_frame) {
+        const auto saved = scope;
+        scope.begin = variables.size();
+        scope.globals = saved.begin ? saved.globals : scope.begin;
+        scope.frame = new_frame ? scope.begin : saved.frame;
+        return saved;
+    }
+    template <class S> void leave(const S &saved) {
+        variables.resize(scope.begin);
+        scope = saved;
+    }
+    variable *find(string_view name) {
+        r.work(variables.size() / 16);
+        for (size_t i = variables.size(); i-- > scope.frame;)
+            if (variables[i].name == name)
+                return &variables[i];
+        for (size_t i = 0; i < std::min(scope.frame, scope.globals); i++)
+            if (variables[i].name == name)
+                return &variables[i];
+        return nullptr;
+    }
+    void set(string_view name, tpl_value v) {
+        r.work((variables.size() - scope.begin) / 16);
+        for (size_t i = scope.begin; i < variables.size(); i++)
+            if (variables[i].name == name) {
+                variables[i].v = std::move(v);
+                return;
+            }
+        variables.push_back({name, std::move(v)});
+    }
+    void assign(const vector<string_view> &names, const tpl_value &v) {
+        if (names.size() == 1)
+            return set(names[0], v);
+        const tpl_value seq = tpl_sequence(r, v);
+        if (seq.items().size() != names.size())
+            tpl_bad(r.line, "cannot unpack %zu items into %zu names", seq.items().size(), names.size());
+        for (size_t i = 0; i < names.size(); i++)
+            set(names[i], seq.items()[i]);
+    }
     void emit(const tpl_text &t) {
         r.put(*out, t);
         r.live += 2 * t.size(); // given back by capture()
     }
     // The text that a block prints, as a value.
-    tpl_value capture(const tpl_node &body) {
+    tpl_value capture(const tpl_token &tag, const char *end) {
         tpl_text text, *outer = out;
         out = &text;
-        exec(body);
+        block(tag, end);
         out = outer;
         r.live -= 2 * text.size();
         return r.text(std::move(text));
     }
-    variable *find(string_view name) {
-        for (size_t i = locals.size(); i-- > frame;)
-            if (locals[i].name == name)
-                return &locals[i];
-        r.work((locals.size() - frame + globals.size()) / 16);
-        for (variable &v : globals)
-            if (v.name == name)
-                return &v;
-        return nullptr;
+
+    bool live() const { return on && leaving.empty(); }
+    const tpl_token &now() const { return tokens[at]; }
+    const tpl_token &next() { return r.line = now().line, tokens[at++]; }
+    bool is(string_view text) const { return (now().kind == TPL_WORD || now().kind == TPL_OP) && now().text == text; }
+    bool take(string_view text) { return is(text) && (next(), true); }
+    [[noreturn]] void unexpected(const char *expected) const {
+        tpl_bad(now().line, "expected %s, found '%s'", expected,
+                show(now().kind == TPL_QUOTED ? "a string" : now().text).c_str());
     }
-    void set(string_view name, tpl_value v) {
-        vector<variable> &where = nested ? locals : globals;
-        size_t begin = nested ? scope : 0;
-        r.work((where.size() - begin) / 16);
-        for (size_t i = begin; i < where.size(); i++)
-            if (where[i].name == name) {
-                where[i].v = std::move(v);
-                return;
-            }
-        where.push_back({name, std::move(v)});
+    void need(const char *text) {
+        if (!take(text))
+            unexpected(strf("'%s'", text).c_str());
     }
-    // names: kids [first, end) of n.
-    void assign(const tpl_node &n, size_t first, const tpl_value &v) {
-        size_t count = n.kids.size() - first;
-        if (count == 1)
-            return set(n.kids[first]->text, v);
-        tpl_value seq = tpl_sequence(r, v);
-        if (seq.items().size() != count)
-            r.bad("cannot unpack %zu items into %zu names", seq.items().size(), count);
-        for (size_t i = 0; i < count; i++)
-            set(n.kids[first + i]->text, seq.items()[i]);
+    string_view name() {
+        if (now().kind != TPL_WORD)
+            unexpected("a name");
+        return next().text;
     }
-    void set_attribute(const tpl_node &n, const tpl_value &v) {
-        variable *target = find(n.kids[1]->text);
-        if (!target || target->v.kind != TPL_NAMESPACE)
-            r.bad("'%s' is not a namespace", show(n.kids[1]->text).c_str());
-        tpl_value holder = target->v;
-        size_t before = holder.items().size();
-        tpl_dict_set(r, holder.h->items, r.text(n.text), v);
-        if (holder.items().size() > before)
-            r.live += 2 * sizeof(tpl_value), holder.h->charged += 2 * sizeof(tpl_value);
+    // item() for each of the things between commas up to `end`; tells whether there was a comma.
+    template <class F> bool commas(const char *end, F &&item) {
+        bool comma = false;
+        while (!take(end)) {
+            item();
+            if (take(","))
+                comma = true;
+            else if (!is(end))
+                unexpected(strf("',' or '%s'", end).c_str());
+        }
+        return comma;
+    }
+    // What f() gives when `wanted`; else it only reads.
+    template <class F> tpl_value only(bool wanted, F &&f) {
+        const bool saved = on;
+        on = on && wanted;
+        tpl_value v = f();
+        on = saved;
+        return v;
     }
 
-    __attribute__((noinline)) tpl_value eval_name(const tpl_node &n) {
-        variable *v = find(n.text);
-        return v ? v->v : r.missing(strf("'%s' is undefined", show(n.text).c_str()));
-    }
-    __attribute__((noinline)) tpl_value eval_items(const tpl_node &n) {
+    tpl_value primary() {
+        const tpl_token &t = now();
+        if (t.kind == TPL_QUOTED || t.kind == TPL_DIGITS) {
+            tpl_value v = next().value;
+            for (; t.kind == TPL_QUOTED && now().kind == TPL_QUOTED; next())
+                v = tpl_arithmetic(r, "~", v, now().value);
+            return v;
+        }
+        if (t.kind == TPL_WORD) {
+            next();
+            if (tpl_has_word("true True false False", t.text))
+                return tpl_bool((t.text[0] | 32) == 't');
+            if (!live() || tpl_has_word("none None", t.text))
+                return tpl_none();
+            const variable *v = find(t.text);
+            return v ? v->v : r.missing(strf("'%s' is undefined", show(t.text).c_str()));
+        }
         vector<tpl_value> items;
-        for (const tpl_node *k : n.kids)
-            items.push_back(eval(*k));
-        if (n.op != TPL_MAKE_DICT)
-            return r.make(n.op == TPL_MAKE_LIST ? TPL_LIST : TPL_TUPLE, {}, std::move(items));
-        vector<tpl_value> dict;
-        for (size_t i = 0; i < items.size(); i += 2)
-            tpl_dict_set(r, dict, items[i], items[i + 1]);
-        return r.make(TPL_DICT, {}, std::move(dict));
+        if (take("(") || take("[")) { // a tuple is a list here
+            const bool comma = commas(t.text == "(" ? ")" : "]", [&] { items.push_back(expression()); });
+            return t.text == "(" && items.size() == 1 && !comma ? items[0] : r.list(std::move(items));
+        }
+        need("{");
+        commas("}", [&] {
+            const tpl_value key = expression();
+            need(":");
+            tpl_dict_set(r, items, key, expression());
+        });
+        return r.make(TPL_DICT, {}, std::move(items));
     }
-    __attribute__((noinline)) tpl_value eval_slice(const tpl_node &n) {
-        tpl_value v = eval(*n.kids[0]), bounds[3];
-        for (int i = 0; i < 3; i++)
-            bounds[i] = eval(*n.kids[size_t(i) + 1]);
-        return tpl_slice(r, v, bounds);
+    // Behind "(".
+    tpl_args arguments() {
+        tpl_args args;
+        commas(")", [&] {
+            const bool named = now().kind == TPL_WORD && tokens[at + 1].kind == TPL_OP && tokens[at + 1].text == "=";
+            const string_view n = named ? name() : "";
+            at += named;
+            args.push_back({n, expression()});
+        });
+        return args;
     }
-    void eval_args(const tpl_node &n, tpl_args &a) {
-        for (size_t i = 1; i < n.kids.size(); i++) {
-            const tpl_node &k = *n.kids[i];
-            a.list.push_back({k.op == TPL_ARG ? k.text : "", eval(k.op == TPL_ARG ? *k.kids[0] : k), false});
+    tpl_value call(const tpl_value &f, const tpl_args &args) {
+        r.need_defined(f);
+        if (f.kind == TPL_MACRO)
+            return call_macro(macros[size_t(f.i)], args);
+        if (f.kind != TPL_FUNCTION)
+            tpl_bad(r.line, "a %s cannot be called", f.kind_name());
+        return tpl_call(r, tpl_builtins[f.i], {}, args);
+    }
+    tpl_value call_method(const tpl_value &v, const tpl_value &name, const tpl_args &args) {
+        const int role = v.is_string() ? TPL_OF_TEXT : v.kind == TPL_DICT ? TPL_OF_DICT : 0;
+        if (const tpl_builtin *method = tpl_find_builtin(r.line, tpl_builtins, role, name.bytes()))
+            return tpl_call(r, *method, v, args);
+        const tpl_value f = tpl_attribute(r, v, name);
+        if (f.kind == TPL_UNDEFINED)
+            tpl_bad(r.line, "%s has no method '%s'", v.kind_name(), show(name.bytes()).c_str());
+        return call(f, args);
+    }
+    tpl_value postfix(tpl_value v) {
+        for (;;)
+            if (take(".")) {
+                const tpl_value key = now().kind == TPL_DIGITS ? next().value : r.text(name());
+                if (key.is_string() && take("(")) {
+                    const tpl_args args = arguments();
+                    v = live() ? call_method(v, key, args) : tpl_none();
+                } else
+                    v = live() ? tpl_attribute(r, v, key) : tpl_none();
+            } else if (take("(")) {
+                const tpl_args args = arguments();
+                v = live() ? call(v, args) : tpl_none();
+            } else if (take("[")) {
+                vector<tpl_value> bounds = {tpl_none(), tpl_none(), tpl_none()};
+                size_t k = 0;
+                for (;; k++) {
+                    if (!is(":") && !(k && is("]")))
+                        bounds[k] = expression();
+                    if (k == 2 || !take(":"))
+                        break;
+                }
+                need("]");
+                v = !live() ? tpl_none() : k ? tpl_slice(r, v, bounds) : tpl_attribute(r, v, bounds[0]);
+            } else
+                return v;
+    }
+    // Behind "|" or "is".
+    tpl_value builtin(const tpl_value &v, bool is_test) {
+        const bool negated = is_test && take("not");
+        const int line = now().line;
+        const tpl_builtin *b = tpl_find_builtin(line, tpl_builtins, is_test ? TPL_AS_TEST : TPL_AS_FILTER, name());
+        const bool word = now().kind == TPL_WORD && !tpl_has_word("else or and if is in not", now().text);
+        tpl_args args;
+        if (take("("))
+            args = arguments();
+        else if (is_test && (word || now().kind == TPL_QUOTED || now().kind == TPL_DIGITS || is("[") || is("{")))
+            args.push_back({"", postfix(primary())});
+        if (!live())
+            return {};
+        r.line = line;
+        const tpl_value result = tpl_call(r, *b, v, args);
+        return negated ? tpl_bool(!tpl_truth(result)) : result;
+    }
+    tpl_value unary() {
+        int minus = 0;
+        while (take("-"))
+            minus++;
+        tpl_value v = postfix(primary());
+        for (; minus && live(); minus--)
+            v = tpl_arithmetic(r, "-", tpl_int(0), v);
+        for (bool is_test; (is_test = take("is")) || take("|");)
+            v = builtin(v, is_test);
+        return v;
+    }
+    // 1 or, 2 and, 4 comparison, 5 + -, 6 ~, 7 * / // %, 8 **; 3 is `not`; 0: no operator.
+    int precedence() const {
+        static const char *const levels[] = {"or", "and", "", "== != < <= > >= in", "+ -", "~", "* / // %", "**"};
+        if (is("not") && tokens[at + 1].kind == TPL_WORD && tokens[at + 1].text == "in")
+            return 4;
+        for (int i = 0; i < 8 && (now().kind == TPL_WORD || now().kind == TPL_OP); i++)
+            if (tpl_has_word(levels[i], now().text))
+                return i + 1;
+        return 0;
+    }
+    tpl_value operate(string_view op, const tpl_value &a, const tpl_value &b) {
+        if (op == "in" || op == "not")
+            return tpl_bool(tpl_contains(r, b, a) == (op == "in"));
+        if (op == "==" || op == "!=")
+            return tpl_bool(tpl_equal(r, a, b) == (op == "=="));
+        if (op[0] != '<' && op[0] != '>')
+            return tpl_arithmetic(r, op, a, b);
+        const int c = tpl_compare(r, a, b);
+        return tpl_bool(op == "<" ? c < 0 : op == "<=" ? c <= 0 : op == ">" ? c > 0 : c >= 0);
+    }
+    tpl_value binary(int least) {
+        tpl_level l(r, now().line);
+        tpl_value a = take("not") ? tpl_bool(!tpl_truth(binary(3))) : unary();
+        bool compared = false;
+        for (int p; (p = precedence()) >= least; compared = p == 4) {
+            const string_view op = next().text; // "not" is "not in"
+            at += op == "not";
+            if (p == 4 && compared)
+                tpl_bad(r.line, "a chain of comparisons is not supported");
+            const bool wanted = p > 2 || tpl_truth(a) == (p == 2);
+            const tpl_value b = only(wanted, [&] { return binary(p + 1); });
+            if (wanted && live())
+                a = p > 2 ? operate(op, a, b) : b;
+        }
+        return a;
+    }
+    tpl_value expression() {
+        tpl_level l(r, now().line);
+        const size_t from = at;
+        const bool known = memo[from];
+        if (!known) { // `a if b else c`: is there an `if`?
+            only(false, [&] { return binary(1); });
+            memo[from] = is("if") ? at : 1;
+        }
+        if (memo[from] == 1 && !known && !live())
+            return {};
+        if (memo[from] == 1)
+            return at = from, binary(1);
+        at = memo[from] + 1;
+        const bool yes = tpl_truth(binary(1)) && live();
+        const size_t behind = at;
+        tpl_value v;
+        if (yes)
+            at = from, v = binary(1), at = behind;
+        if (take("else")) {
+            const tpl_value other = only(!yes, [&] { return expression(); });
+            return yes ? v : other;
+        }
+        return yes ? v : r.missing("an inline 'if' without 'else' gave no value");
+    }
+
+    vector<string_view> targets() {
+        vector<string_view> names = {name()};
+        while (take(","))
+            names.push_back(name());
+        return names;
+    }
+    void run_if(const tpl_token &tag) {
+        bool done = false;
+        auto branch = [&](bool yes, const char *ends) {
+            only(yes, [&] { return block(tag, ends), tpl_none(); });
+            done |= yes;
+        };
+        do {
+            const bool yes = tpl_truth(only(!done, [&] { return expression(); })) && !done;
+            branch(yes, "elif else endif");
+        } while (ended == "elif");
+        if (ended == "else")
+            branch(!done, "endif");
+    }
+    void run_for(const tpl_token &tag) {
+        const vector<string_view> names = targets();
+        need("in");
+        tpl_value seq = binary(1);
+        const size_t condition = take("if") ? at : 0;
+        if (condition)
+            only(false, [&] { return expression(); });
+        seq = live() ? tpl_sequence(r, seq) : r.list({});
+        const size_t body = at;
+        const auto saved = enter(false);
+        vector<tpl_value> kept;
+        for (size_t i = 0; condition && i < seq.items().size(); i++) {
+            variables.resize(scope.begin);
+            assign(names, seq.items()[i]);
+            at = condition;
+            if (tpl_truth(expression()))
+                kept.push_back(seq.items()[i]);
+        }
+        if (condition)
+            seq = r.list(std::move(kept));
+        tpl_value loop = r.make(TPL_LOOP, {}, {seq});
+        bool stop = false;
+        for (size_t i = 0; i < seq.items().size() && !stop; i++) {
+            variables.resize(scope.begin);
+            loop.i = int64_t(i);
+            set("loop", loop);
+            assign(names, seq.items()[i]);
+            at = body;
+            block(tag, "else endfor");
+            stop = leaving == "break";
+            leaving = "";
+        }
+        leave(saved);
+        const bool empty = seq.items().empty();
+        at = empty ? body : at;
+        if (empty)
+            only(false, [&] { return block(tag, "else endfor"), tpl_none(); });
+        if (ended == "else")
+            only(empty, [&] { return block(tag, "endfor"), tpl_none(); });
+    }
+    void run_set(const tpl_token &tag) {
+        const vector<string_view> names = targets();
+        const string_view attribute = take(".") ? name() : "";
+        tpl_value v;
+        if (take("=")) {
+            v = expression();
+            vector<tpl_value> items = {v};
+            while (take(","))
+                items.push_back(expression());
+            v = items.size() > 1 ? r.list(std::move(items)) : v;
+            need("%}");
+        } else
+            v = capture(tag, "endset");
+        if (live() && attribute.empty())
+            assign(names, v);
+        else if (live()) {
+            const variable *target = find(names[0]);
+            if (!target || target->v.kind != TPL_NAMESPACE)
+                tpl_bad(tag.line, "'%s' is not a namespace", show(names[0]).c_str());
+            const tpl_value holder = target->v;
+            tpl_dict_set(r, holder.h->items, r.text(attribute), v);
         }
     }
-    __attribute__((noinline)) tpl_value eval_builtin(const tpl_node &n) {
-        tpl_args a;
-        a.self = eval(*n.kids[0]);
-        eval_args(n, a);
-        return tpl_call(r, n.fn, n.text, a);
-    }
-    __attribute__((noinline)) tpl_value eval_call(const tpl_node &n) {
-        const tpl_node &callee = *n.kids[0];
-        tpl_args a;
-        tpl_value f;
-        if (callee.op == TPL_ATTR && !callee.text.empty()) { // object.method(...)
-            a.self = eval(*callee.kids[0]);
-            const tpl_builtin *table = a.self.is_string()        ? tpl_string_methods
-                                       : a.self.kind == TPL_DICT ? tpl_dict_methods
-                                                                 : nullptr;
-            if (const tpl_builtin *method = table ? tpl_find_builtin(table, callee.text) : nullptr) {
-                eval_args(n, a);
-                return tpl_call(r, method, callee.text, a);
-            }
-            f = tpl_attribute(r, a.self, callee.kids[1]->constant);
-            if (f.kind == TPL_UNDEFINED)
-                r.bad("%s has no method '%s'", a.self.kind_name(), show(callee.text).c_str());
-        } else
-            f = eval(callee);
-        eval_args(n, a);
-        if (f.kind == TPL_MACRO)
-            return call_macro(*macros[size_t(f.i)], a);
-        if (f.kind == TPL_UNDEFINED)
-            r.undefined(f);
-        if (f.kind != TPL_FUNCTION)
-            r.bad("a %s cannot be called", f.kind_name());
-        tpl_value v = tpl_call(r, &tpl_functions[f.i], tpl_functions[f.i].names, a);
-        if (v.kind == TPL_NAMESPACE)
-            namespaces.push_back(v);
-        return v;
+    void run_macro(const tpl_token &tag) {
+        const string_view macro = name();
+        need("(");
+        if (live()) {
+            macros.push_back(at);
+            set(macro, {TPL_MACRO, int64_t(macros.size()) - 1, nullptr});
+        }
+        only(false, [&] {
+            commas(")", [&] {
+                name();
+                if (take("="))
+                    expression();
+            });
+            return block(tag, "endmacro"), tpl_none();
+        });
     }
     // A macro sees its parameters and the variables outside all loops.
-    tpl_value call_macro(const tpl_node &m, tpl_args &a) {
-        size_t saved_frame = frame, saved_scope = scope;
-        bool saved_nested = nested;
-        frame = scope = locals.size();
-        nested = true;
-        for (size_t i = 1; i < m.kids.size(); i++) {
-            const tpl_node &param = *m.kids[i];
-            const tpl_value *given = a.get(i - 1, string(param.text).c_str());
-            tpl_value v = given ? *given
-                          : param.kids.empty()
-                              ? r.missing(strf("parameter '%s' was not provided", show(param.text).c_str()))
-                              : eval(*param.kids[0]);
-            locals.push_back({param.text, std::move(v)});
-        }
-        for (const tpl_args::arg &arg : a.list)
-            if (!arg.used)
-                r.bad("macro '%s': unexpected argument%s%s", show(m.text).c_str(), arg.name.empty() ? "" : " ",
-                      show(arg.name).c_str());
-        tpl_value v = capture(*m.kids[0]);
-        locals.resize(frame);
-        frame = saved_frame, scope = saved_scope, nested = saved_nested;
+    tpl_value call_macro(size_t params, const tpl_args &args) {
+        const auto saved = enter(true);
+        const size_t back = at;
+        const string_view macro = tokens[params - 2].text;
+        size_t n = 0, used = 0;
+        at = params;
+        commas(")", [&] {
+            const string_view param = name();
+            tpl_value v = r.missing(strf("parameter '%s' was not provided", show(param).c_str()));
+            bool given = false;
+            for (size_t i = 0; i < args.size(); i++)
+                if (args[i].name.empty() ? i == n : args[i].name == param)
+                    v = args[i].v, given = true, used++;
+            if (take("=")) {
+                const tpl_value other = only(!given, [&] { return expression(); });
+                v = given ? v : other;
+            }
+            variables.push_back({param, std::move(v)});
+            n++;
+        });
+        if (used != args.size())
+            tpl_bad(r.line, "macro '%s': unexpected argument", show(macro).c_str());
+        tpl_value v = capture(tokens[params - 2], "endmacro");
+        at = back, leaving = "";
+        leave(saved);
         return v;
     }
-    __attribute__((noinline)) tpl_value eval_compare(const tpl_node &n) {
-        tpl_value a = eval(*n.kids[0]), b = eval(*n.kids[1]);
-        if (n.text == "==" || n.text == "!=")
-            return tpl_bool(tpl_equal(r, a, b) == (n.text == "=="));
-        if (n.text == "in" || n.text == "not in")
-            return tpl_bool(tpl_contains(r, b, a) == (n.text == "in"));
-        int c = tpl_compare(r, a, b);
-        return tpl_bool(n.text == "<" ? c < 0 : n.text == "<=" ? c <= 0 : n.text == ">" ? c > 0 : c >= 0);
-    }
-    __attribute__((noinline)) tpl_value eval_binary(const tpl_node &n) {
-        bool unary = n.op == TPL_MINUS || n.op == TPL_PLUS;
-        tpl_value a = unary ? tpl_int(0) : eval(*n.kids[0]), b = eval(*n.kids.back());
-        if (unary && b.kind == TPL_FLOAT)
-            return tpl_float(n.op == TPL_MINUS ? -b.f : b.f);
-        return tpl_arithmetic(r, n.text, a, b);
-    }
-    // clang-format off
-    tpl_value eval(const tpl_node &n) {
-        level l(r, n.line);
-        switch (n.op) {
-        case TPL_CONST: return n.constant;
-        case TPL_NAME: return eval_name(n);
-        case TPL_MAKE_LIST:
-        case TPL_MAKE_TUPLE:
-        case TPL_MAKE_DICT: return eval_items(n);
-        case TPL_ATTR: return tpl_attribute(r, eval(*n.kids[0]), eval(*n.kids[1]));
-        case TPL_SLICE: return eval_slice(n);
-        case TPL_CALL: return eval_call(n);
-        case TPL_FILTER:
-        case TPL_TEST: return eval_builtin(n);
-        case TPL_NOT: return tpl_bool(!tpl_truth(eval(*n.kids[0])));
-        case TPL_AND:
-        case TPL_OR: {
-            tpl_value a = eval(*n.kids[0]);
-            return tpl_truth(a) == (n.op == TPL_OR) ? a : eval(*n.kids[1]);
-        }
-        case TPL_COMPARE: return eval_compare(n);
-        case TPL_MINUS:
-        case TPL_PLUS:
-        case TPL_BINARY: return eval_binary(n);
-        case TPL_CHOICE:
-            if (tpl_truth(eval(*n.kids[0])))
-                return eval(*n.kids[1]);
-            return n.kids.size() > 2 ? eval(*n.kids[2]) : r.missing("an inline 'if' without 'else' gave no value");
-        default: r.bad("statement in an expression");
-        }
-    }
-    // clang-format on
-
-    __attribute__((noinline)) flow exec_if(const tpl_node &n) {
-        size_t i = 0;
-        for (; i + 1 < n.kids.size(); i += 2)
-            if (tpl_truth(eval(*n.kids[i])))
-                return exec(*n.kids[i + 1]);
-        return i < n.kids.size() ? exec(*n.kids[i]) : NEXT;
-    }
-    __attribute__((noinline)) flow exec_for(const tpl_node &n) {
-        tpl_value seq = tpl_sequence(r, eval(*n.kids[0]));
-        size_t base = locals.size(), saved_scope = scope;
-        bool saved_nested = nested;
-        nested = true, scope = base;
-        if (n.kids[1]->op != TPL_CONST || !tpl_truth(n.kids[1]->constant)) {
-            vector<tpl_value> kept;
-            for (const tpl_value &item : seq.items()) {
-                locals.resize(base);
-                assign(n, 4, item);
-                if (tpl_truth(eval(*n.kids[1])))
-                    kept.push_back(item);
+    // From the end of `tag` up to one of the tags `ends`, and with it if it is an end tag.
+    void block(const tpl_token &tag, const char *ends) {
+        tpl_level l(r, tag.line);
+        const size_t begin = at;
+        if (*ends)
+            need("%}");
+        for (;;) {
+            if (!live() && memo[begin])
+                at = memo[begin];
+            const tpl_token &t = now();
+            if (t.kind == TPL_END && *ends)
+                tpl_bad(t.line, "'%s' of line %d is not closed", string(tag.text).c_str(), tag.line);
+            if (t.kind == TPL_END)
+                return;
+            next();
+            if (t.kind == TPL_DATA) {
+                if (live())
+                    emit(tpl_text(string(t.text)));
+            } else if (t.text == "{{") {
+                const tpl_value v = expression();
+                if (live())
+                    emit(tpl_string(r, v).text());
+                need("}}");
+            } else {
+                const size_t end = at - 1;
+                const tpl_token &inner = now();
+                name();
+                if (tpl_has_word(ends, inner.text)) {
+                    memo[begin] = end;
+                    ended = inner.text;
+                    if (ended != "else" && ended != "elif")
+                        need("%}");
+                    return;
+                }
+                statement(inner);
             }
-            seq = r.list(std::move(kept));
-        }
-        tpl_value loop = r.make(TPL_LOOP, {}, {seq});
-        flow result = NEXT;
-        for (size_t i = 0; i < seq.items().size() && result != BREAK; i++) {
-            r.work(1);
-            locals.resize(base);
-            loop.i = int64_t(i);
-            locals.push_back({"loop", loop});
-            assign(n, 4, seq.items()[i]);
-            result = exec(*n.kids[2]);
-        }
-        locals.resize(base);
-        scope = saved_scope, nested = saved_nested;
-        return seq.items().empty() ? exec(*n.kids[3]) : NEXT;
-    }
-    __attribute__((noinline)) void exec_set(const tpl_node &n) {
-        tpl_value v = n.op == TPL_SET ? eval(*n.kids[0]) : capture(*n.kids[0]);
-        n.text.empty() ? assign(n, 1, v) : set_attribute(n, v);
-    }
-    __attribute__((noinline)) void exec_print(const tpl_node &n) { emit(tpl_string(r, eval(*n.kids[0])).text()); }
-    __attribute__((noinline)) void exec_data(const tpl_node &n) {
-        r.put(*out, n.text, TPL_OURS);
-        r.live += 2 * n.text.size();
-    }
-    __attribute__((noinline)) void exec_def(const tpl_node &n) {
-        macros.push_back(&n);
-        set(n.text, tpl_scalar(TPL_MACRO, int64_t(macros.size()) - 1));
-    }
-    // clang-format off
-    flow exec(const tpl_node &n) {
-        level l(r, n.line);
-        switch (n.op) {
-        case TPL_BLOCK:
-            for (const tpl_node *k : n.kids)
-                if (flow f = exec(*k))
-                    return f;
-            return NEXT;
-        case TPL_OUT: exec_data(n); return NEXT;
-        case TPL_PRINT: exec_print(n); return NEXT;
-        case TPL_IF: return exec_if(n);
-        case TPL_FOR: return exec_for(n);
-        case TPL_SET:
-        case TPL_SET_BLOCK: exec_set(n); return NEXT;
-        case TPL_DEF: exec_def(n); return NEXT;
-        case TPL_BREAK: return BREAK;
-        case TPL_CONTINUE: return CONTINUE;
-        default: r.bad("expression as a statement");
         }
     }
-    // clang-format on
+    void statement(const tpl_token &tag) {
+        if (tag.text == "if")
+            return run_if(tag);
+        if (tag.text == "for")
+            return run_for(tag);
+        if (tag.text == "set")
+            return run_set(tag);
+        if (tag.text == "macro")
+            return run_macro(tag);
+        if (!tpl_has_word("break continue generation endgeneration", tag.text)) // generation: text marked for training
+            tpl_bad(tag.line, "unexpected tag '%s'", show(tag.text).c_str());
+        if (live() && (tag.text == "break" || tag.text == "continue")) {
+            if (!find("loop"))
+                tpl_bad(tag.line, "'%s' outside a loop", string(tag.text).c_str());
+            leaving = tag.text;
+        }
+        need("%}");
+    }
 };
 
 // ---- rendering --------------------------------------------------------------------------------------------------
@@ -4225,33 +3618,27 @@ struct template_options {
 };
 
 static tpl_value tpl_argument(tpl_run &r, string_view s) {
-    tpl_value text = r.text(s, TPL_GIVEN), v;
-    if (s == "true" || s == "false" || s == "True" || s == "False")
+    if (tpl_has_word("true True false False", s))
         return tpl_bool((s[0] | 32) == 't');
-    if (s == "none" || s == "None" || s == "null")
+    if (tpl_has_word("none None null", s))
         return tpl_none();
     if (s.size() > 1 && s[0] == '"' && s.back() == '"')
         return r.text(s.substr(1, s.size() - 2), TPL_GIVEN);
-    bool number = !s.empty() && (isdigit(uint8_t(s.back())) && (isdigit(uint8_t(s[0])) || s[0] == '-'));
-    return number && (tpl_parse_number(text, s.find_first_of(".eE") == string::npos, v)) ? v : text;
+    const tpl_value text = r.text(s, TPL_GIVEN), number = tpl_number(text);
+    return number.kind ? number : text;
 }
 
 static tpl_text tpl_render(const chat_template &t, const vector<chat_message> &messages, const template_options &o,
-                           bool as_parts, uint64_t &steps) {
-    tpl_interpreter in;
-    tpl_run &r = in.r;
+                           bool as_parts) {
     uint64_t bytes = 0;
     for (const chat_message &m : messages)
         bytes += m.role.size() + m.content.size();
+    tpl_interpreter in(t.tokens);
+    tpl_run &r = in.r;
     r.max_steps = o.max_steps + 1000 * messages.size() + bytes;
     r.max_live = o.max_memory + 4096 * messages.size() + 16 * bytes;
     r.now = o.now ? o.now : time(nullptr);
-    r.steps = steps, r.as_parts = as_parts;
-    struct keep { // also when it throws
-        tpl_run &r;
-        uint64_t &steps;
-        ~keep() { steps = r.steps; }
-    } k{r, steps};
+    r.as_parts = as_parts;
     tpl_text out;
     in.out = &out;
     vector<tpl_value> list;
@@ -4267,11 +3654,12 @@ static tpl_text tpl_render(const chat_template &t, const vector<chat_message> &m
     in.set("add_generation_prompt", tpl_bool(o.add_generation_prompt));
     in.set("bos_token", r.text(o.bos));
     in.set("eos_token", r.text(o.eos));
-    for (int i = 0; tpl_functions[i].names; i++)
-        in.set(tpl_functions[i].names, tpl_scalar(TPL_FUNCTION, i));
+    for (int64_t i = 0; tpl_builtins[i].names; i++)
+        if (tpl_builtins[i].roles & TPL_AS_FUNCTION)
+            in.set(tpl_builtins[i].names, {TPL_FUNCTION, i, nullptr});
     for (auto &a : o.arguments)
         in.set(a.first, tpl_argument(r, a.second));
-    in.exec(*t.root);
+    in.block({TPL_WORD, 1, "template", {}}, "");
     return out;
 }
 
@@ -4282,16 +3670,15 @@ static chat_text render_template(const chat_template &t, const vector<chat_messa
     auto shows_content = [](const tpl_text &x) { return x.marks.find(TPL_CONTENT) != string::npos; };
     tpl_text text, second;
     Error first{0, ""};
-    uint64_t steps = 0; // of both
     try {
-        text = tpl_render(t, messages, o, false, steps);
+        text = tpl_render(t, messages, o, false);
     } catch (Error &e) {
         first = std::move(e);
     }
     bool any = std::any_of(messages.begin(), messages.end(), [](const chat_message &m) { return !m.content.empty(); });
     if (first.code || (any && !shows_content(text))) {
         try {
-            second = tpl_render(t, messages, o, true, steps);
+            second = tpl_render(t, messages, o, true);
         } catch (const Error &) {
         }
         if (shows_content(second))
@@ -4320,9 +3707,9 @@ static chat_text render_template(string_view source, const vector<chat_message> 
 
 // What distinguishes one dense decoder from another. A new one should cost one row here.
 enum : unsigned {
-    ROPE_HALVES = 1,  // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
-    QK_NORM = 2,      // RMS norm over each query and key head
-    QKV_BIAS = 4,     // attn_{q,k,v}.bias must exist; elsewhere they are optional
+    ROPE_HALVES = 1, // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
+    QK_NORM = 2,     // RMS norm over each query and key head
+    QKV_BIAS = 4,    // attn_{q,k,v}.bias must exist; elsewhere they are optional
 };
 struct arch {
     const char *name; // general.architecture, also the prefix of its keys
@@ -4454,7 +3841,8 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
         for (double &x : w.freqs)
             x /= factor;
     } else if (type == "yarn") {
-        const double n_orig = double(f.get_int(key("rope.scaling.original_context_length"), hp.n_ctx_train, 1, INT_MAX));
+        const double n_orig =
+            double(f.get_int(key("rope.scaling.original_context_length"), hp.n_ctx_train, 1, INT_MAX));
         const double fast = f.get_float(key("rope.scaling.yarn_beta_fast"), 32.0);
         const double slow = f.get_float(key("rope.scaling.yarn_beta_slow"), 1.0);
         if (!(fast > 0 && slow > 0 && base > 1))
@@ -4471,8 +3859,8 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
         }
         hp.rope_scale *= float(1 + 0.1 * exact_log(factor));
     } else {
-        fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)", f.path.c_str(),
-             key("rope.scaling.type").c_str(), show(type).c_str());
+        fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)",
+             f.path.c_str(), key("rope.scaling.type").c_str(), show(type).c_str());
     }
 }
 
@@ -4494,15 +3882,18 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
     hp.dim_v = get("attention.value_length", hp.dim_k);
     hp.n_rot = get("rope.dimension_count", hp.dim_k);
     if (hp.n_rot > hp.dim_k || hp.n_rot % 2)
-        f.bad((prefix + "rope.dimension_count"), "%d: expected an even number up to the head size %d", hp.n_rot, hp.dim_k);
+        f.bad((prefix + "rope.dimension_count"), "%d: expected an even number up to the head size %d", hp.n_rot,
+              hp.dim_k);
     hp.eps = float(f.get_float(prefix + "attention.layer_norm_rms_epsilon", 1e-5));
     if (!(hp.eps >= 0 && hp.eps < 1))
         f.bad((prefix + "attention.layer_norm_rms_epsilon"), "%g is out of range 0 to 1", double(hp.eps));
     if (f.get_int(prefix + "expert_count", 0, 0, INT_MAX) > 0)
-        fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet", f.path.c_str(), prefix.c_str());
+        fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet", f.path.c_str(),
+             prefix.c_str());
     if (f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
-        log_msg(ENGINE_LOG_WARN, "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
-                f.path.c_str(), prefix.c_str());
+        log_msg(ENGINE_LOG_WARN,
+                "%s: %sattention.sliding_window is not used by this architecture; full attention it is", f.path.c_str(),
+                prefix.c_str());
     hp.n_vocab = v.n;
     hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
     hp.glu = a.glu;
@@ -4526,11 +3917,12 @@ struct binder {
             return nullptr;
         }
         if (t->dims[0] != uint64_t(n_in) || t->dims[1] != uint64_t(n_out) || t->dims[2] != 1 || t->dims[3] != 1)
-            fail(ENGINE_EFORMAT, "%s: tensor %s has shape [%llu, %llu, %llu, %llu], expected [%lld, %lld]", file.path.c_str(),
-                 name.c_str(), (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
+            fail(ENGINE_EFORMAT, "%s: tensor %s has shape [%llu, %llu, %llu, %llu], expected [%lld, %lld]",
+                 file.path.c_str(), name.c_str(), (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
                  (unsigned long long)t->dims[2], (unsigned long long)t->dims[3], (long long)n_in, (long long)n_out);
         if (!find_format(t->type))
-            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s has type %d, which holds no weights", file.path.c_str(), name.c_str(), t->type);
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s has type %d, which holds no weights", file.path.c_str(),
+                 name.c_str(), t->type);
         used.push_back(t->name);
         return t;
     }
@@ -4629,8 +4021,8 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
             if (t.name != "token_embd.weight" || w.out.data.handle == w.embed.data.handle)
                 w.decode_bytes += int64_t(t.bytes);
         } else if (t.name.substr(0, 4) == "blk.") {
-            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here", f.path.c_str(),
-                 show(t.name).c_str(), a->name);
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here",
+                 f.path.c_str(), show(t.name).c_str(), a->name);
         } else if (t.name != "rope_freqs.weight") {
             log_msg(ENGINE_LOG_WARN, "%s: tensor %s is not used", f.path.c_str(), show(t.name).c_str());
         }
@@ -4687,8 +4079,8 @@ namespace {
 
 template <class T> static T *at(mem m) { return reinterpret_cast<T *>(static_cast<uint8_t *>(m.handle) + m.offset); }
 
-// At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null, with
-// the error latched, when memory ends.
+// At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null,
+// with the error latched, when memory ends.
 static uint8_t *cpu_scratch(backend *be, uint64_t bytes) {
     if (be->scratch.size < bytes) {
         try {
@@ -6682,8 +6074,8 @@ struct work_area {
     vector<float> rotary;
 
     vector<mem *> all() {
-        return {&x,    &normed,   &q,      &k,      &v,          &att,       &gate,        &up,
-                &tail, &logits,   &st.token, &st.pos, &st.seq, &st.table, &st.out_row, &st.rotary[0]};
+        return {&x,    &normed, &q,        &k,      &v,      &att,      &gate,       &up,
+                &tail, &logits, &st.token, &st.pos, &st.seq, &st.table, &st.out_row, &st.rotary[0]};
     }
 };
 enum { OUT_ROWS = 32 }; // rows of logits computed at a time
@@ -6717,7 +6109,8 @@ struct engine_model {
                 ops->free(be.get(), to);
             to = ops->alloc(be.get(), n_floats * 4);
             if (!to.handle)
-                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill", double(n_floats) * 4 / (1 << 20));
+                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill",
+                     double(n_floats) * 4 / (1 << 20));
         };
         if (rows > work.max_rows) {
             work.max_rows = 0; // should an allocation fail, the next session tries again
@@ -6750,7 +6143,8 @@ namespace {
 
 // Uploads what this step's operations read: tokens, positions, page table, and the rotary rows, which the host computes
 // in double because a float angle of a late position has few digits left.
-static void put_step(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0, int out_from) {
+static void put_step(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0,
+                     int out_from) {
     work_area &wa = m.work;
     const hparams &hp = m.w.hp;
     const size_t n = size_t(n_rows), half = size_t(hp.n_rot) / 2;
@@ -6879,10 +6273,11 @@ static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
     project(m, x, l.down, l.b_down, wa.gate, n_rows, true);
 }
 
-// Evaluates tokens [n_rows] at positions pos0 … of the cache, which must have room. The final hidden states of rows
-// out_from … n_rows - 1 are left in work.tail. Returns false, with nothing lost, when `cancel` became true on the way.
-static bool forward(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0, int out_from,
-                    const std::atomic<bool> &cancel) {
+// Evaluates tokens [n_rows] at positions pos0 and up of the cache, which must have room. The final hidden states of
+// rows out_from to n_rows - 1 are left in work.tail. Returns false, with nothing lost, when `cancel` became true on the
+// way.
+static bool forward(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0,
+                    int out_from, const std::atomic<bool> &cancel) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
     put_step(m, cache, tokens, n_rows, pos0, out_from);
@@ -6918,7 +6313,7 @@ static bool forward(engine_model &m, const kv_cache &cache, const int32_t *token
     return true;
 }
 
-// Logits of rows first … first + n - 1 of work.tail (n <= OUT_ROWS), into out [n, n_vocab].
+// Logits of rows first to first + n - 1 of work.tail (n <= OUT_ROWS), into out [n, n_vocab].
 static void read_logits(engine_model &m, int first, int n, float *out) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
@@ -6969,7 +6364,8 @@ static double weight(float logit, float best, double temperature) {
 }
 
 // `pick` is room for the candidates, kept by the caller so that sampling does not allocate.
-static int32_t sample(const vector<float> &logits, const engine_sampling &opt, uint64_t position, vector<candidate> &pick) {
+static int32_t sample(const vector<float> &logits, const engine_sampling &opt, uint64_t position,
+                      vector<candidate> &pick) {
     if (opt.temperature <= 0)
         return best_id(logits);
     const auto better = [](const candidate &a, const candidate &b) { return b < a; };
@@ -7089,7 +6485,8 @@ static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *use
     return ENGINE_OK;
 }
 
-// Evaluates the pending tokens, chunk by chunk. With fn the logits of every row go to it, else only the last row's are kept.
+// Evaluates the pending tokens, chunk by chunk. With fn the logits of every row go to it, else only the last row's are
+// kept.
 static int evaluate(engine_session &s, engine_logits_fn fn = nullptr, void *user = nullptr) {
     engine_model &m = s.model;
     const int64_t first = s.n_done, total = int64_t(s.tokens.size());
@@ -7135,8 +6532,8 @@ static void truncate(engine_session &s, size_t n) {
     }
 }
 
-// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending token is
-// a decode step and counts as one.
+// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending
+// token is a decode step and counts as one.
 static int settle(engine_session &s) {
     if (s.tokens.empty())
         return ENGINE_EINVAL;
@@ -7158,8 +6555,7 @@ static int settle(engine_session &s) {
             s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
         s.stats.decode_tokens++;
         s.stats.decode_seconds += seconds;
-        s.stats.decode_bytes += s.model.w.decode_bytes +
-                                s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
+        s.stats.decode_bytes += s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
     }
     return ENGINE_OK;
 }
@@ -7313,7 +6709,9 @@ static int give_tokens(const vector<int32_t> &v, int32_t *ids, size_t cap) {
         std::copy(v.begin(), v.begin() + std::ptrdiff_t(std::min(cap, v.size())), ids);
     return int(v.size());
 }
-static void copy_name(char *out, size_t cap, string_view s) { snprintf(out, cap, "%.*s", int(std::min(s.size(), cap)), s.data()); }
+static void copy_name(char *out, size_t cap, string_view s) {
+    snprintf(out, cap, "%.*s", int(std::min(s.size(), cap)), s.data());
+}
 
 // Cores that this process may use: its affinity mask, and a container's quota.
 static int usable_cores() {
@@ -7351,7 +6749,8 @@ static string describe_types(const model_file &f) {
     string out;
     for (const auto &s : share)
         if (double(s.first) >= 0.005 * double(total))
-            out += strf("%s%s %.0f%%", out.empty() ? "" : " ", find_format(s.second)->name, 100.0 * double(s.first) / double(total));
+            out += strf("%s%s %.0f%%", out.empty() ? "" : " ", find_format(s.second)->name,
+                        100.0 * double(s.first) / double(total));
     return out;
 }
 
@@ -7372,9 +6771,7 @@ static string backend_name(cpu_level level) {
     return strf("cpu %s", level == CPU_AVX512 ? "avx512" : level == CPU_AVX2 ? "avx2" : "plain");
 }
 
-static string_view piece_text(const vocab &v, int32_t id) {
-    return id < 0 ? string_view() : token_bytes(v, id, true);
-}
+static string_view piece_text(const vocab &v, int32_t id) { return id < 0 ? string_view() : token_bytes(v, id, true); }
 
 static void check_tokens(const engine_session &s, const int32_t *ids, size_t n, size_t before) {
     if (n)
@@ -7432,8 +6829,8 @@ int engine_open(engine_model **out, const char *path, const engine_open_options 
         check_range("threads", opt.threads, 0, 512);
         model_file file = open_model_file(path, opt.no_mmap != 0);
         vocab voc = load_vocab(file);
-        std::unique_ptr<engine_model> m(new engine_model(std::move(file), std::move(voc),
-                                                         opt.threads ? opt.threads : usable_cores(), &cpu_ops));
+        std::unique_ptr<engine_model> m(
+            new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), &cpu_ops));
         m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
         m->layout = make_page_layout(m->w.hp, TYPE_F16);
         *out = m.release();
@@ -7492,7 +6889,8 @@ int engine_meta(const engine_model *model, const char *key, char *out, size_t ca
     });
 }
 
-int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids, size_t cap, engine_error *err) {
+int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids, size_t cap,
+                    engine_error *err) {
     return guarded(err, [&] {
         check_pointer("model", model);
         check_range("flags", flags, 0, ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL);
@@ -7515,7 +6913,8 @@ int engine_piece(const engine_model *model, int32_t id, int special, char *out, 
     });
 }
 
-int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out, size_t cap, engine_error *err) {
+int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out, size_t cap,
+                      engine_error *err) {
     return guarded(err, [&] {
         check_pointer("model", model);
         if (n)
@@ -7541,22 +6940,25 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
             check_pointer("messages", messages);
         const engine_model &m = *model;
         if (!m.file.meta("tokenizer.chat_template"))
-            fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text", m.file.path.c_str());
+            fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text",
+                 m.file.path.c_str());
         vector<chat_message> list;
         for (size_t i = 0; i < n; i++) {
             check_pointer("a message's role", messages[i].role);
             check_pointer("a message's content", messages[i].content);
             list.push_back({messages[i].role, messages[i].content});
         }
-        const chat_text chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
-                                               piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+        const chat_text chat =
+            render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
+                            piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
         vector<int32_t> all;
         tokenize(m.voc, chat.text, true, reinterpret_cast<const uint8_t *>(chat.literal.data()), all);
         return give_tokens(all, ids, cap);
     });
 }
 
-int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *given, engine_error *err) {
+int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *given,
+                       engine_error *err) {
     return guarded(err, [&] {
         check_pointer("out", out);
         *out = nullptr;
@@ -7568,15 +6970,19 @@ int engine_session_new(engine_session **out, engine_model *model, const engine_s
         int64_t n_ctx = opt.n_ctx ? opt.n_ctx : model->w.hp.n_ctx_train;
         const int64_t fits = memory / 2 / page_bytes * PAGE_TOKENS;
         if (!opt.n_ctx && n_ctx > fits && fits > 0) {
-            log_msg(ENGINE_LOG_WARN, "context of %lld tokens instead of %lld: the KV cache may take half of this machine's memory",
+            log_msg(ENGINE_LOG_WARN,
+                    "context of %lld tokens instead of %lld: the KV cache may take half of this machine's memory",
                     (long long)fits, (long long)n_ctx);
             n_ctx = fits;
         } else if ((n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS > memory / page_bytes) {
-            fail(ENGINE_ENOMEM, "a context of %lld tokens needs %.1f GiB of KV cache, this machine has %.1f GiB of memory", (long long)n_ctx,
-                 double(n_ctx) / int(PAGE_TOKENS) * double(page_bytes) / (1 << 30), double(memory) / (1 << 30));
+            fail(ENGINE_ENOMEM,
+                 "a context of %lld tokens needs %.1f GiB of KV cache, this machine has %.1f GiB of memory",
+                 (long long)n_ctx, double(n_ctx) / int(PAGE_TOKENS) * double(page_bytes) / (1 << 30),
+                 double(memory) / (1 << 30));
         }
         if (n_ctx > model->w.hp.n_ctx_train)
-            log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)n_ctx, model->w.hp.n_ctx_train);
+            log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)n_ctx,
+                    model->w.hp.n_ctx_train);
         const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
         std::unique_ptr<engine_session> s(new engine_session(*model, int(n_ctx), chunk));
         {
@@ -7626,7 +7032,8 @@ int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_er
     });
 }
 
-int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user, engine_error *err) {
+int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user,
+                    engine_error *err) {
     return guarded(err, [&] {
         check_pointer("session", session);
         check_pointer("fn", reinterpret_cast<const void *>(fn));

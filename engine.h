@@ -83,7 +83,7 @@ typedef struct engine_model engine_model;
 
 typedef struct engine_open_options {
     size_t size;
-    int threads; /* 1 … 512; 0: one per core that this process may use */
+    int threads; /* 1 to 512; 0: one per core that this process may use */
     int no_mmap; /* nonzero: read the file into memory instead of mapping it */
 } engine_open_options;
 
@@ -107,18 +107,18 @@ typedef struct engine_model_info {
     int64_t decode_bytes;   /* bytes of weights that one decode step reads */
     int64_t kv_token_bytes; /* bytes of KV cache per token */
     int n_vocab, n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff;
-    int n_ctx_train;        /* tokens, the context that the model was trained for */
+    int n_ctx_train; /* tokens, the context that the model was trained for */
     int threads;
-    int has_template;       /* nonzero: the file carries a chat template */
-    int32_t bos, eos;       /* -1: none */
-    int add_bos;            /* nonzero: the model expects ENGINE_ADD_BOS to add one */
+    int has_template; /* nonzero: the file carries a chat template */
+    int32_t bos, eos; /* -1: none */
+    int add_bos;      /* nonzero: the model expects ENGINE_ADD_BOS to add one */
 } engine_model_info;
 
 /* Fills *info up to info->size. */
 ENGINE_API int engine_info(const engine_model *model, engine_model_info *info, engine_error *err);
 
-/* The file's metadata: the value of `key` as text (arrays as "[n items]"), following snprintf; ENGINE_EINVAL when there is no
-   such key. With key NULL: all keys, one per line, as "key = value". */
+/* The file's metadata: the value of `key` as text (arrays as "[n items]"), following snprintf; ENGINE_EINVAL when there
+   is no such key. With key NULL: all keys, one per line, as "key = value". */
 ENGINE_API int engine_meta(const engine_model *model, const char *key, char *out, size_t cap, engine_error *err);
 
 /* ---- text ---------------------------------------------------------------------------------------------------- */
@@ -129,32 +129,33 @@ enum {
 };
 
 /* Bytes to ids. Any bytes are allowed; those that are no valid UTF-8 become byte tokens. Returns the number of ids. */
-ENGINE_API int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids, size_t cap,
-                               engine_error *err);
+ENGINE_API int engine_tokenize(const engine_model *model, const char *text, size_t len, int flags, int32_t *ids,
+                               size_t cap, engine_error *err);
 
 /* The raw bytes of one token, which may be a part of a character; following snprintf. Control tokens have none,
    unless `special` is nonzero. */
-ENGINE_API int engine_piece(const engine_model *model, int32_t id, int special, char *out, size_t cap, engine_error *err);
+ENGINE_API int engine_piece(const engine_model *model, int32_t id, int special, char *out, size_t cap,
+                            engine_error *err);
 
 /* Ids to text: the inverse of engine_tokenize without BOS. Incomplete or invalid UTF-8 becomes U+FFFD. Control tokens
    are left out unless `special` is nonzero. */
-ENGINE_API int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out, size_t cap,
-                                 engine_error *err);
+ENGINE_API int engine_detokenize(const engine_model *model, const int32_t *ids, size_t n, int special, char *out,
+                                 size_t cap, engine_error *err);
 
 /* 1 if a model ends its turn with this token (EOS, end-of-turn), else 0. */
 ENGINE_API int engine_token_is_end(const engine_model *model, int32_t id);
 
 typedef struct engine_message {
-    const char *role;    /* "system", "user", "assistant", … */
+    const char *role;    /* "system", "user", "assistant" or another that the template knows */
     const char *content; /* NUL-terminated UTF-8 */
 } engine_message;
 
 /* Renders a conversation with the model's own chat template and tokenizes it: the template's markers become special
-   tokens, while the same words inside a message stay text. Exactly one BOS comes out where the model wants one.
-   add_generation_prompt: end with the marker that asks for the assistant's answer. Returns the number of ids.
-   ENGINE_EUNSUPPORTED when the model has no template. */
-ENGINE_API int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n, int add_generation_prompt,
-                                  int32_t *ids, size_t cap, engine_error *err);
+   tokens, while the same words inside a message stay text. The template alone decides about BOS: none is added to what
+   it renders. add_generation_prompt: end with the marker that asks for the assistant's answer. Returns the number of
+   ids. ENGINE_EUNSUPPORTED when the model has no template. */
+ENGINE_API int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n,
+                                  int add_generation_prompt, int32_t *ids, size_t cap, engine_error *err);
 
 /* ---- sessions ------------------------------------------------------------------------------------------------ */
 
@@ -163,32 +164,35 @@ typedef struct engine_session engine_session;
 typedef struct engine_session_options {
     size_t size;
     int n_ctx; /* tokens; 0: what the model was trained for, or less where memory says so (see the log) */
-    int chunk; /* prefill rows at a time, 1 … 4096; 0: 512. Changes speed and scratch memory, never a result */
+    int chunk; /* prefill rows at a time, 1 to 4096; 0: 512. Changes speed and scratch memory, never a result */
 } engine_session_options;
 
 /* A session holds the KV cache of one timeline. Its address space is reserved here; decode never allocates. */
-ENGINE_API int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt, engine_error *err);
+ENGINE_API int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt,
+                                  engine_error *err);
 ENGINE_API void engine_session_free(engine_session *session);
 
 /* The session's context size in tokens. */
 ENGINE_API int engine_session_ctx(const engine_session *session);
 
-/* Makes the timeline equal to ids[0…n): keeps the longest common prefix that it already holds, drops the rest and
+/* Makes the timeline equal to ids[0 ... n): keeps the longest common prefix that it already holds, drops the rest and
    evaluates what is new. Afterwards the logits of the last position can be read. Returns how many tokens were reused.
-   On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call goes on from there. n = 0 empties it. */
+   On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call goes on from there; any other failure after
+   the checks of the arguments leaves a prefix as well. n = 0 empties it. */
 ENGINE_API int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
 /* Appends ids to the timeline and evaluates them. */
 ENGINE_API int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
-/* Shortens the timeline to n tokens. The logits become those of its new last position (evaluated again when asked for). */
+/* Shortens the timeline to n tokens. The logits become those of its new last position (evaluated again if
+   they are asked for). */
 ENGINE_API int engine_rewind(engine_session *session, size_t n, engine_error *err);
 
 /* The timeline; following snprintf. */
 ENGINE_API int engine_tokens(const engine_session *session, int32_t *ids, size_t cap);
 
-/* Stops the call that is computing on this session now, or, if none is, the next one, with ENGINE_ECANCELLED. Safe from any
-   thread and from a signal handler. */
+/* Stops the call that is computing on this session now, or, if none is, the next one, with ENGINE_ECANCELLED. Safe from
+   any thread and from a signal handler. */
 ENGINE_API void engine_cancel(engine_session *session);
 
 /* fn(user, done, total) is called between the chunks of a prefill, in tokens. NULL: none. */
@@ -201,10 +205,12 @@ ENGINE_API void engine_on_progress(engine_session *session, engine_progress_fn f
    Returns n_vocab. ENGINE_EINVAL when the timeline is empty. */
 ENGINE_API int engine_logits(engine_session *session, const float **out, engine_error *err);
 
-/* Logits at every position: evaluates ids like engine_eval and calls fn(user, i, logits) for each i in [0, n), in order; `logits`
-   (n_vocab floats) predicts the token after ids[i] and is valid inside the call. */
+/* Logits at every position: evaluates ids like engine_eval and calls fn(user, i, logits) for each i in [0, n), in
+   order; `logits` (n_vocab floats) predicts the token after ids[i] and is valid inside the call. fn runs under the
+   model's lock: it must not call functions that compute on a session of this model. */
 typedef int (*engine_logits_fn)(void *user, size_t i, const float *logits);
-ENGINE_API int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user, engine_error *err);
+ENGINE_API int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user,
+                               engine_error *err);
 
 typedef struct engine_candidate {
     int32_t id;
@@ -224,10 +230,17 @@ typedef struct engine_sampling {
     uint64_t seed;     /* the draw depends on seed and position only */
 } engine_sampling;
 
-/* Chooses the next token from the logits, without appending it: top-k, top-p, min-p, then temperature. Returns the id. */
+/* Chooses the next token from the logits, without appending it: top-k, top-p, min-p, then temperature. Returns its
+   id. */
 ENGINE_API int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err);
 
-enum { ENGINE_STOP_END = 0, ENGINE_STOP_LENGTH = 1, ENGINE_STOP_CONTEXT = 2, ENGINE_STOP_STRING = 3, ENGINE_STOP_CALLBACK = 4 };
+enum {
+    ENGINE_STOP_END = 0,
+    ENGINE_STOP_LENGTH = 1,
+    ENGINE_STOP_CONTEXT = 2,
+    ENGINE_STOP_STRING = 3,
+    ENGINE_STOP_CALLBACK = 4
+};
 
 typedef struct engine_generate_options {
     size_t size;
@@ -235,12 +248,12 @@ typedef struct engine_generate_options {
     int max_tokens;           /* 0: until the model ends its turn or the context is full */
     const char *const *stops; /* the text ends before the first of these strings */
     size_t n_stops;
-    int ignore_end;           /* nonzero: go on past end tokens */
+    int ignore_end; /* nonzero: go on past end tokens */
 } engine_generate_options;
 
 typedef struct engine_result {
-    int reason;   /* ENGINE_STOP_* */
-    int n_tokens; /* sampled, the end token included */
+    int reason;       /* ENGINE_STOP_* */
+    int n_tokens;     /* sampled, the end token included */
     const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer */
 } engine_result;
 
@@ -248,22 +261,23 @@ typedef struct engine_result {
    the end becomes U+FFFD. `text` is not NUL-terminated. Nonzero stops the generation. */
 typedef int (*engine_text_fn)(void *user, const char *text, size_t len);
 
-/* Samples, appends and evaluates tokens until a reason to stop. The end token itself is appended but not evaluated, as is
-   the last token of any answer: the next sync or eval does that. result may be NULL. */
-ENGINE_API int engine_generate(engine_session *session, const engine_generate_options *opt, engine_text_fn fn, void *user,
-                               engine_result *result, engine_error *err);
+/* Samples, appends and evaluates tokens until a reason to stop. The last token of an answer, an end token included, is
+   appended but not evaluated: the next sync or eval does that. On ENGINE_ECANCELLED fn has received the text up to
+   there, and the timeline holds what was evaluated. fn NULL: no text is wanted; result may be NULL. */
+ENGINE_API int engine_generate(engine_session *session, const engine_generate_options *opt, engine_text_fn fn,
+                               void *user, engine_result *result, engine_error *err);
 
 typedef struct engine_session_stats {
-    size_t size;              /* set by the caller */
-    int64_t prompt_tokens;    /* of the last engine_sync: tokens asked for */
-    int64_t reused_tokens;    /* of those, taken from the timeline */
-    double prefill_seconds;   /* time of the last engine_sync */
-    int64_t decode_tokens;    /* single-token steps since the last engine_sync */
-    double decode_seconds;    /* their time in all */
-    double itl_p50, itl_p99;  /* seconds between tokens, over the last 4096 of those steps */
-    int64_t decode_bytes;     /* bytes of weights and cache that they read */
-    int64_t n_tokens;         /* length of the timeline */
-    int64_t kv_bytes;         /* bytes of cache that it occupies */
+    size_t size;             /* set by the caller */
+    int64_t prompt_tokens;   /* of the last engine_sync: tokens asked for */
+    int64_t reused_tokens;   /* of those, taken from the timeline */
+    double prefill_seconds;  /* time of the last engine_sync */
+    int64_t decode_tokens;   /* single-token steps since the last engine_sync */
+    double decode_seconds;   /* their time in all */
+    double itl_p50, itl_p99; /* seconds between tokens, over the last 4096 of those steps */
+    int64_t decode_bytes;    /* bytes of weights and cache that they read */
+    int64_t n_tokens;        /* length of the timeline */
+    int64_t kv_bytes;        /* bytes of cache that it occupies */
 } engine_session_stats;
 
 ENGINE_API int engine_stats(const engine_session *session, engine_session_stats *stats, engine_error *err);

@@ -1,5 +1,5 @@
-// bits MODEL [N_TOKENS]: prints a hash of the bits of all logits of a fixed prompt. The same model gives the same line from every
-// compiler, optimisation level, instruction set and number of threads; tests compare such lines.
+// bits MODEL [N_TOKENS]: prints a hash of the bits of all logits of a fixed prompt. The same model gives the same line
+// from every compiler, optimisation level, instruction set and number of threads; tests compare such lines.
 #include "../engine.h"
 
 #include <cstdio>

@@ -139,7 +139,8 @@ TEST(Build, ExampleInCxxScoresLinesFromAnInstalledLibrary) {
 
 TEST(Build, MakeRunPutsTheAnswerAloneOnStdout) {
     // As a person calls it, not as a part of `make test`, where make names the folders that it enters.
-    command_result r = shell("cd " + quoted(root_path("")) + " && env -u MAKEFLAGS -u MAKELEVEL make run", "What is your name?\n", 900);
+    command_result r = shell("cd " + quoted(root_path("")) + " && env -u MAKEFLAGS -u MAKELEVEL make run",
+                             "What is your name?\n", 900);
     EXPECT_EQ(r.code, 0) << r.err;
     EXPECT_EQ(r.out.find("make"), std::string::npos) << r.out;
     EXPECT_EQ(r.out.find("g++"), std::string::npos) << r.out;

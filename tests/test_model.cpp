@@ -1,4 +1,5 @@
-// Whole models through the C API: golden values, exactness, sessions, sampling, bad arguments, and the shape of the source.
+// Whole models through the C API: golden values, exactness, sessions, sampling, bad arguments, and the shape of the
+// source.
 #include "unit.h"
 
 #include "gguf_writer.h"
@@ -96,8 +97,13 @@ struct open_session {
     }
     std::string generate(engine_generate_options o, engine_result *result = nullptr) {
         std::string text;
-        int r = engine_generate(s, &o, [](void *user, const char *t, size_t n) { static_cast<std::string *>(user)->append(t, n); return 0; },
-                                &text, result, &err);
+        int r = engine_generate(
+            s, &o,
+            [](void *user, const char *t, size_t n) {
+                static_cast<std::string *>(user)->append(t, n);
+                return 0;
+            },
+            &text, result, &err);
         EXPECT_EQ(r, 0) << err.msg;
         return text;
     }
@@ -127,7 +133,9 @@ struct model_reference {
 
     explicit model_reference(const std::string &path) : f(open_model_file(path.c_str(), false)) {
         arch = std::string(f.need_string("general.architecture"));
-        const auto key = [&](const char *k, int64_t fallback) { return int(f.get_int(arch + "." + k, fallback, 0, 1 << 30)); };
+        const auto key = [&](const char *k, int64_t fallback) {
+            return int(f.get_int(arch + "." + k, fallback, 0, 1 << 30));
+        };
         n_layer = key("block_count", 0), d = key("embedding_length", 0), n_ff = key("feed_forward_length", 0);
         n_head = key("attention.head_count", 0), n_kv = key("attention.head_count_kv", n_head);
         hd = key("attention.key_length", d / n_head);
@@ -365,8 +373,10 @@ TEST(Model, TinyChatPerplexity) {
         double sum = 0;
         int64_t count = 0;
         for (size_t i = 0; i < ids.size(); i += 512)
-            model_score(s, model_ids(ids.begin() + std::ptrdiff_t(i), ids.begin() + std::ptrdiff_t(std::min(i + 512, ids.size()))), 2048, &sum,
-                        &count);
+            model_score(
+                s,
+                model_ids(ids.begin() + std::ptrdiff_t(i), ids.begin() + std::ptrdiff_t(std::min(i + 512, ids.size()))),
+                2048, &sum, &count);
         EXPECT_EQ(count, 33441);
         EXPECT_NEAR(std::exp(sum / double(count)), 21.066, row.tolerance) << row.type;
     }
@@ -396,7 +406,8 @@ void model_check_invariance(const std::string &path, int n_tokens) {
                     ;
                 else if ((threads != 2 && chunk != 1 && chunk != 129) || (*cpu == 'p' && (threads != 2 || chunk < 31)))
                     continue;
-                EXPECT_EQ(model_run(m.m, ids, chunk), want) << path << " " << cpu << " threads " << threads << " chunk " << chunk;
+                EXPECT_EQ(model_run(m.m, ids, chunk), want)
+                    << path << " " << cpu << " threads " << threads << " chunk " << chunk;
             }
         }
 }
@@ -441,7 +452,8 @@ TEST(Model, SameBitsWithoutMmap) {
 TEST(Model, SameBitsAfterReuseAndRewind) {
     open_model m(model_shipped);
     const model_ids ids = model_prompt(400, 2048);
-    for (size_t keep : {size_t(0), size_t(1), size_t(127), size_t(128), size_t(129), size_t(300), size_t(399), size_t(400)}) {
+    for (size_t keep :
+         {size_t(0), size_t(1), size_t(127), size_t(128), size_t(129), size_t(300), size_t(399), size_t(400)}) {
         open_session s(m.m, 512);
         model_ids other = ids;
         for (size_t i = keep; i < other.size(); i++)
@@ -453,7 +465,8 @@ TEST(Model, SameBitsAfterReuseAndRewind) {
         EXPECT_EQ(s.logits(), model_run(m.m, ids, 512)) << keep;
         if (keep > 0) {
             ASSERT_EQ(engine_rewind(s.s, keep, &s.err), 0) << s.err.msg;
-            EXPECT_EQ(s.logits(), model_run(m.m, model_ids(ids.begin(), ids.begin() + std::ptrdiff_t(keep)), 512)) << keep;
+            EXPECT_EQ(s.logits(), model_run(m.m, model_ids(ids.begin(), ids.begin() + std::ptrdiff_t(keep)), 512))
+                << keep;
         }
     }
 }
@@ -491,7 +504,9 @@ TEST(Model, EveryFormatIsNearTheIndependentForwardPass) {
     for (const format &f : formats) {
         test::temp_dir dir;
         const std::string path = model_make(
-            dir, std::string("--arch llama --layers 2 --embd 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 300 --pure --type ") + f.name);
+            dir, std::string(
+                     "--arch llama --layers 2 --embd 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 300 --pure --type ") +
+                     f.name);
         open_model m(path);
         const model_ids ids = model_prompt(12, 300);
         const std::vector<float> want = model_run(m.m, ids, 12);
@@ -532,8 +547,8 @@ weights model_rotary(int n, const std::vector<std::pair<std::string, std::string
 
 TEST(Model, RotaryPlainLinearAndFactors) {
     const weights plain = model_rotary(64, {}, {{"llama.rope.freq_base", 500000.0f}}, {});
-    const weights linear =
-        model_rotary(64, {{"llama.rope.scaling.type", "linear"}}, {{"llama.rope.freq_base", 500000.0f}, {"llama.rope.scaling.factor", 4.0f}}, {});
+    const weights linear = model_rotary(64, {{"llama.rope.scaling.type", "linear"}},
+                                        {{"llama.rope.freq_base", 500000.0f}, {"llama.rope.scaling.factor", 4.0f}}, {});
     std::vector<float> factors;
     for (int i = 0; i < 32; i++)
         factors.push_back(1.0f + float(i) / 4);
@@ -552,7 +567,8 @@ TEST(Model, RotaryPlainLinearAndFactors) {
 TEST(Model, RotaryYarn) {
     const double s = 8, base = 10000, ctx = 4096;
     const int n = 128;
-    const weights w = model_rotary(n, {{"llama.rope.scaling.type", "yarn"}}, {{"llama.rope.scaling.factor", float(s)}}, {});
+    const weights w =
+        model_rotary(n, {{"llama.rope.scaling.type", "yarn"}}, {{"llama.rope.scaling.factor", float(s)}}, {});
     int kept = 0, divided = 0, between = 0;
     for (int i = 0; i < n / 2; i++) {
         const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[size_t(i)] / f;
@@ -572,7 +588,8 @@ TEST(Model, RotaryYarn) {
     EXPECT_GT(divided, 5);
     EXPECT_GT(between, 5);
     EXPECT_NEAR(w.hp.rope_scale, 0.1 * std::log(s) + 1, 1e-6);
-    EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", "longrope"}}, {{"llama.rope.scaling.factor", 2.0f}}, {}), Error);
+    EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", "longrope"}}, {{"llama.rope.scaling.factor", 2.0f}}, {}),
+                 Error);
 }
 
 TEST(Model, OwnElementaryFunctions) {
@@ -622,7 +639,8 @@ TEST(Session, ContextIsNeverExceeded) {
 TEST(Session, ChatAnswersAndStops) {
     open_model m(model_shipped);
     open_session s(m.m);
-    s.sync(m.chat({{"user", "Hello"}, {"assistant", "Hello! How can I help you today?"}, {"user", "What is your name?"}}));
+    s.sync(
+        m.chat({{"user", "Hello"}, {"assistant", "Hello! How can I help you today?"}, {"user", "What is your name?"}}));
     engine_result r = {};
     engine_generate_options o = {};
     EXPECT_EQ(s.generate(o, &r), "My name is tiny-chat. I am a very small language model.");
@@ -679,7 +697,8 @@ TEST(Session, CancelStopsPrefillAndNothingIsLost) {
     EXPECT_EQ(engine_generate(s.s, &o, nullptr, nullptr, nullptr, &s.err), ENGINE_ECANCELLED);
     EXPECT_EQ(s.logits(), model_run(m.m, ids, 512));
 
-    engine_on_progress(s.s, [](void *, int64_t, int64_t) { return 1; }, nullptr);
+    engine_on_progress(
+        s.s, [](void *, int64_t, int64_t) { return 1; }, nullptr);
     EXPECT_EQ(engine_sync(s.s, ids.data() + 1, 300, &s.err), ENGINE_ECANCELLED);
 }
 
@@ -815,7 +834,8 @@ TEST(Sampler, TopIsSortedAndNormalised) {
         sum += std::exp(double(top[i].logprob));
         EXPECT_EQ(top[i].logit, l[size_t(top[i].id)]);
         if (i > 0) {
-            EXPECT_TRUE(top[i - 1].logit > top[i].logit || (top[i - 1].logit == top[i].logit && top[i - 1].id < top[i].id));
+            EXPECT_TRUE(top[i - 1].logit > top[i].logit ||
+                        (top[i - 1].logit == top[i].logit && top[i - 1].id < top[i].id));
         }
     }
     EXPECT_NEAR(sum, 1, 1e-5);
@@ -933,8 +953,8 @@ TEST(Api, InfoIsFilled) {
 
 // ---- damaged files, all the way through --------------------------------------------------------------------------
 
-// A damaged model is refused with a message, or opens and works: it is asked for everything a program would ask. Pages of
-// address space in use are measured on the way. Returns whether it opened.
+// A damaged model is refused with a message, or opens and works: it is asked for everything a program would ask. Pages
+// of address space in use are measured on the way. Returns whether it opened.
 bool model_use(const std::string &path, int64_t *pages) {
     engine_error err = {};
     engine_model *m = nullptr;
@@ -950,7 +970,8 @@ bool model_use(const std::string &path, int64_t *pages) {
     EXPECT_EQ(engine_info(m, &info, &err), 0) << err.msg;
     engine_meta(m, nullptr, nullptr, 0, nullptr);
     int32_t ids[64];
-    int n = engine_tokenize(m, "Hello, w\xc3\xb6rld <|im_end|>", size_t(-1), ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL, ids, 16, &err);
+    int n = engine_tokenize(m, "Hello, w\xc3\xb6rld <|im_end|>", size_t(-1), ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL, ids,
+                            16, &err);
     n = std::min(std::max(n, 0), 16);
     char text[256];
     EXPECT_GE(engine_detokenize(m, ids, size_t(n), 1, text, sizeof text, &err), 0) << err.msg;
@@ -979,7 +1000,8 @@ bool model_use(const std::string &path, int64_t *pages) {
 
 TEST(Api, DamagedModelsAreRefusedOrWork) {
     test::temp_dir dir;
-    const std::string valid = test::read_file(model_make(dir, "--layers 1 --embd 32 --heads 2 --ffn 32 --vocab 280 --type Q4_0"));
+    const std::string valid =
+        test::read_file(model_make(dir, "--layers 1 --embd 32 --heads 2 --ffn 32 --vocab 280 --type Q4_0"));
     const std::string path = dir / "damaged.gguf";
     const size_t head = valid.size() - 280 * 18 - 7000;
     int64_t start = 0, most = 0;
@@ -991,7 +1013,8 @@ TEST(Api, DamagedModelsAreRefusedOrWork) {
         test::write_file(path, bytes);
         (model_use(path, &most) ? opened : refused)++;
     };
-    test::mutate(valid, head, test::long_tests() ? 100000 : 3000, 2, [&](const std::string &bytes, int) { check(bytes); });
+    test::mutate(valid, head, test::long_tests() ? 100000 : 3000, 2,
+                 [&](const std::string &bytes, int) { check(bytes); });
     EXPECT_GT(opened, 100);
     EXPECT_GT(refused, 1000);
     opened = 0;
@@ -1054,8 +1077,10 @@ TEST(Source, ReadsFewEnvironmentVariables) {
 
 TEST(Source, EveryOperationOfTheTableIsDeclared) {
     const std::string source = test::read_file(test::root_path("backend.h"));
-    for (const char *op : {"alloc", "free", "weights", "put", "get", "sync", "embed", "rows", "norm", "matmul", "matmul_id", "rope", "kv_put",
-                           "attend", "glu", "add", "scale", "route", "mix", "topk", "pool", "index", "requant", "hc_split", "hc_pre", "hc_post"})
+    for (const char *op :
+         {"alloc",  "free",      "weights", "put",    "get",     "sync",     "embed",  "rows",   "norm",
+          "matmul", "matmul_id", "rope",    "kv_put", "attend",  "glu",      "add",    "scale",  "route",
+          "mix",    "topk",      "pool",    "index",  "requant", "hc_split", "hc_pre", "hc_post"})
         EXPECT_NE(source.find(std::string("(*") + op + ")(struct backend *"), std::string::npos) << op;
 }
 
