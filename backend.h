@@ -1,6 +1,6 @@
 // backend.h: the wall. A model is written once, in chapter FORWARD of engine.cpp, as calls through this table; a
 // backend (the CPU, later Vulkan and CUDA) fills the table. Operations return nothing: a backend keeps its first
-// error, and `sync` reports it. An operation that a backend cannot do is a null slot, checked when a model is opened.
+// error, and `sync` reports it. An operation that a backend cannot do is a null slot.
 #ifndef ENGINE_BACKEND_H
 #define ENGINE_BACKEND_H
 
@@ -87,7 +87,8 @@ struct backend_ops {
     struct mem (*weights)(struct backend *, const void *host, uint64_t bytes);
     void (*put)(struct backend *, struct mem to, const void *from, uint64_t bytes);
     void (*get)(struct backend *, void *to, struct mem from, uint64_t bytes);
-    const char *(*sync)(struct backend *); // waits; NULL, or the first error since the last sync
+    // Waits; NULL, or the first error since the last sync, and whether it is a shortage of memory.
+    const char *(*sync)(struct backend *, int32_t *no_memory);
 
     // Every model. Operands are written y first, then what is read.
     void (*embed)(struct backend *, const struct embed_op *, struct mem y, const struct mat *w, const struct step *);

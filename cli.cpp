@@ -101,8 +101,8 @@ void catch_signals() {
     sigaction(SIGPIPE, &act, nullptr);
 }
 
-// A closed descriptor 0, 1 or 2 would be given to the next file that is opened, the model. They become /dev/null,
-// opened the wrong way round for stdin and stdout, so that reading finds the end and writing fails.
+// A closed descriptor 0, 1 or 2 would be given to the next file that is opened, the model. They become /dev/null:
+// stdin is at its end, results cannot be written (stdout is open for reading only), messages vanish.
 void hold_standard_descriptors() {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", fd == 2 ? O_WRONLY : O_RDONLY) != fd)
@@ -200,6 +200,12 @@ void on_log(void *, int level, const char *text) {
     throw quit{code == EPIPE ? EXIT_OK : 128 + caught};
 }
 
+// For loops of library calls: a cancel that comes as one call ends does not stop the next.
+void leave_if_caught() {
+    if (caught)
+        throw quit{128 + caught};
+}
+
 void print(const string &text) {
     if (const int code = write_out(text.data(), text.size()))
         leave_unwritten(code);
@@ -249,7 +255,7 @@ struct load_notice {
 // 3. OPTIONS
 //
 // One row per option: which commands take it, where its value goes, its range and its help. An option that a
-// command does not take is an error there, so none is ever ignored.
+// command does not take is an error there.
 // ---------------------------------------------------------------------------------------------------
 
 // What the command line asked for.
@@ -260,7 +266,7 @@ struct options {
     uint64_t seed = UINT64_MAX; // UINT64_MAX: a random one
     vector<const char *> stops;
     bool raw = false, ignore_eos = false, no_mmap = false, json = false, logits = false;
-    bool decode = false, no_bos = false, special = false, meta = false, csv = false;
+    bool decode = false, no_bos = false, special = false, meta = false;
     bool quiet = false, verbose = false, help = false;
     int bench_prefill = 512, bench_decode = 64, repeat = 3;
     vector<int> depths;
@@ -268,6 +274,7 @@ struct options {
 } opt;
 
 enum { RUN = 1, CHAT = 2, TOKENIZE = 4, INFO = 8, PERPLEXITY = 16, BENCH = 32, ALL = 63, GENERATE = RUN | CHAT };
+enum { COMPUTES = RUN | CHAT | PERPLEXITY | BENCH };
 enum { SHAPES_ANSWER = 64, SAMPLE = SHAPES_ANSWER | int(GENERATE) };
 enum option_kind { FLAG, NUMBER, REAL, TEXT, SEED, TEXTS, NUMBERS };
 
@@ -301,11 +308,11 @@ const option_row option_table[] = {
     {'p', "prompt", "TEXT", RUN | TOKENIZE, &opt.prompt, 0, 0, "the text"},
     {'f', "file", "FILE", RUN | TOKENIZE | PERPLEXITY, &opt.file, 0, 0, "read the text from a file; - is stdin"},
     {'s', "system", "TEXT", GENERATE, &opt.system, 0, 0, "the system message"},
-    {'n', "max-tokens", "N", SAMPLE, &opt.max_tokens, 0, INT_TOP,
-     "stop after N tokens (0: at the end of turn or context)"},
+    {'n', "max-tokens", "N", SAMPLE, &opt.max_tokens, -1, INT_TOP,
+     "stop after N tokens (0 or -1: at the end of turn or context)"},
     {'c', "ctx", "N", GENERATE, &opt.ctx, 0, INT_TOP, "context size in tokens (0: as the model was trained)"},
     {'c', "ctx", "N", PERPLEXITY, &opt.ctx, 2, INT_TOP, "tokens per window (512)"},
-    {'t', "threads", "N", GENERATE | PERPLEXITY | BENCH, &opt.threads, 0, 512, "threads (0: one per core)"},
+    {'t', "threads", "N", COMPUTES, &opt.threads, 0, 512, "threads (0: one per core)"},
     {0, "temp", "X", SAMPLE, &opt.temp, 0, 100, "temperature (0.8); 0 takes the likeliest token always"},
     {0, "top-k", "N", SAMPLE, &opt.top_k, 0, INT_TOP, "sample from the N likeliest tokens (40; 0: off)"},
     {0, "top-p", "X", SAMPLE, &opt.top_p, 0, 1, "sample from the likeliest that make up X (0.95; 1: off)"},
@@ -323,51 +330,20 @@ const option_row option_table[] = {
     {'n', "decode", "N", BENCH, &opt.bench_decode, 0, INT_TOP, "single tokens to evaluate (64; 0: skip)"},
     {0, "depth", "LIST", BENCH, &opt.depths, 0, INT_TOP, "tokens already in the context (0), as 0,1024,4096"},
     {'r', "repeat", "N", BENCH, &opt.repeat, 1, 1000, "measurements, of which the median counts (3)"},
-    {0, "chunk", "N", GENERATE | PERPLEXITY | BENCH, &opt.chunk, 0, 4096, "prompt tokens at a time (512)"},
+    {0, "chunk", "N", COMPUTES, &opt.chunk, 0, 4096, "prompt tokens at a time (512)"},
     {0, "no-mmap", nullptr, ALL, &opt.no_mmap, 0, 0, "read the model into memory instead of mapping it"},
     {0, "json", nullptr, RUN | TOKENIZE | INFO | PERPLEXITY | BENCH, &opt.json, 0, 0, "print JSON"},
-    {0, "csv", nullptr, BENCH, &opt.csv, 0, 0, "print comma-separated values"},
     {'q', "quiet", nullptr, ALL, &opt.quiet, 0, 0, "nothing on stderr but errors"},
-    {'v', "verbose", nullptr, ALL, &opt.verbose, 0, 0, "more on stderr"},
+    {'v', "verbose", nullptr, COMPUTES, &opt.verbose, 0, 0, "the model's facts and the library's messages on stderr"},
     {'h', "help", nullptr, ALL, &opt.help, 0, 0, "this text"},
 };
 
 struct command {
     const char *name;
     unsigned bit;
+    void (*run)();
     const char *summary, *about;
 };
-
-const command command_table[] = {
-    {"run", RUN, "answer one prompt",
-     "The prompt is -p TEXT, then the file of -f, then stdin unless that is a terminal, with a blank line\n"
-     "between them. One trailing newline of a file and of stdin is dropped. Stdin is read to its end; where\n"
-     "it is open but silent, use < /dev/null. The prompt goes through the model's chat template (a NUL in it\n"
-     "becomes U+FFFD); a model without one, or --raw, gets the text itself. The answer and a newline go to\n"
-     "stdout, statistics to stderr.\n"},
-    {"chat", CHAT, "talk with the model on a terminal",
-     "Ctrl-C stops an answer, a second one leaves (130); Ctrl-D leaves (0); /help lists the commands. When\n"
-     "stdin is not a terminal it is answered as one prompt, as by run.\n"},
-    {"tokenize", TOKENIZE, "turn text into token numbers, or back",
-     "Reads stdin, or -p TEXT, or -f FILE, byte for byte, and prints the numbers on one line: what the model\n"
-     "would be fed, so with the BOS that it wants. --json adds the pieces (one that is no valid UTF-8 as a\n"
-     "list of bytes).\n"},
-    {"info", INFO, "print a model's facts", ""},
-    {"perplexity", PERPLEXITY, "measure how well the model predicts a text",
-     "The text (-f FILE or stdin) is cut into windows of -c tokens, each evaluated from an empty context;\n"
-     "where the model wants a BOS it starts each window. Every token but a window's first is scored, those\n"
-     "of a short last window too. Prints the mean negative log-likelihood in nats and its exponential.\n"},
-    {"bench", BENCH, "measure speed",
-     "Prefill and decode with random tokens, beside the memory bandwidth that this machine reaches when it\n"
-     "only reads.\n"},
-};
-
-const command *find_command(const string &name) {
-    for (const command &c : command_table)
-        if (name == c.name)
-            return &c;
-    return nullptr;
-}
 
 // Edits between two words.
 size_t distance(const string &a, const string &b) {
@@ -435,6 +411,8 @@ bool store_option(const option_row &row, const char *text, string &range) {
         return *text;
     case NUMBER:
         range = strf("a whole number from %.0f to %.0f", row.lo, row.hi);
+        if (row.lo == -1 && strcmp(text, "-1") == 0)
+            text = "0";
         if (!parse_whole(text, row.lo, row.hi, whole))
             return false;
         to.get<int>() = int(whole);
@@ -460,7 +438,14 @@ bool store_option(const option_row &row, const char *text, string &range) {
     return false;
 }
 
-[[noreturn]] void unknown_option(const command &cmd, const string &shown, const string &name) {
+[[noreturn]] void unknown_option(const command &cmd, const string &shown, string name) {
+    static const char *const other_names[][2] = {
+        {"temperature", "temp"}, {"ctx-size", "ctx"}, {"n-predict", "max-tokens"}};
+    if (name == "ngl" || name == "gpu-layers" || name == "n-gpu-layers")
+        fail(EXIT_USAGE, "%s: this build runs on the CPU only; leave the option out", shown.c_str());
+    for (const auto &other : other_names)
+        if (name == other[0])
+            name = other[1];
     for (const option_row &row : option_table)
         if ((name == row.name || (name.size() == 1 && name[0] == row.letter)) && !(row.commands & cmd.bit))
             fail(EXIT_USAGE, "%s is no option of '%s'; see 'engine help %s'", shown.c_str(), cmd.name, cmd.name);
@@ -479,8 +464,8 @@ void parse_options(const command &cmd, int argc, char **argv) {
         const char *arg = argv[i];
         if (only_names || arg[0] != '-' || !arg[1]) {
             if (opt.model)
-                fail(EXIT_USAGE, "unexpected argument '%s' (the prompt is given with -p); see 'engine help %s'", arg,
-                     cmd.name);
+                fail(EXIT_USAGE, "unexpected argument '%s'%s; see 'engine help %s'", arg,
+                     cmd.bit & (RUN | TOKENIZE) ? " (the text is given with -p)" : "", cmd.name);
             opt.model = arg;
             continue;
         }
@@ -488,6 +473,8 @@ void parse_options(const command &cmd, int argc, char **argv) {
             only_names = true;
             continue;
         }
+        if (strncmp(arg, "-ngl", 4) == 0)
+            unknown_option(cmd, "-ngl", "ngl");
         const bool is_long = arg[1] == '-';
         for (const char *at = is_long ? arg + 2 : arg + 1; *at;) { // one long option, or a bundle of letters
             const char *equals = is_long ? strchr(at, '=') : nullptr;
@@ -532,18 +519,6 @@ string command_help(const command &cmd) {
         text += strf("%-26s %s\n", left.c_str(), row.help);
     }
     return text;
-}
-
-string program_help() {
-    string text =
-        "engine " ENGINE_VERSION ": run a language model on this machine\n\nengine COMMAND MODEL [options]\n\n";
-    for (const command &c : command_table)
-        text += strf("  %-12s %s\n", c.name, c.summary);
-    return text + "  help COMMAND what a command does, and its options\n\n"
-                  "  engine chat model.gguf\n"
-                  "  engine run model.gguf -p \"Name three rivers.\"\n"
-                  "  cat letter.txt | engine run model.gguf -p \"Summarise:\"\n\n"
-                  "Exit codes: 0 ok, 1 error, 2 usage, 130 interrupted.\n";
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -610,6 +585,58 @@ string json_ids(const vector<int32_t> &ids) {
 // library's message and thrown.
 // ---------------------------------------------------------------------------------------------------
 
+// 1230000000 as "1.23 G".
+string scaled(double x, const char *unit) {
+    const char *const prefix[] = {"", "k", "M", "G", "T"};
+    int i = 0;
+    for (; x >= 1000 && i < 4; i++)
+        x /= 1000;
+    return strf("%.*f %s%s", i ? 2 : 0, x, prefix[i], unit);
+}
+
+// Every fact once: its JSON name, its JSON value, and, where people get to see it, a label and a text.
+struct fact {
+    const char *key;
+    string value;
+    const char *label; // null: only in the JSON
+    string text;
+};
+
+vector<fact> facts_of(const engine_model_info &i) {
+    const auto num = [](double x) { return strf("%.0f", x); };
+    const auto bytes = [](int64_t x) { return scaled(double(x), "B"); };
+    const int64_t kv_full = i.kv_token_bytes * i.n_ctx_train;
+    return {
+        {"name", json_string(i.name), "name", i.name},
+        {"arch", json_string(i.arch), "architecture", i.arch},
+        {"n_params", num(double(i.n_params)), "parameters", scaled(double(i.n_params), "")},
+        {"weight_bytes", num(double(i.weight_bytes)), "weights", bytes(i.weight_bytes) + ", " + i.types},
+        {"types", json_string(i.types), nullptr, ""},
+        {"n_layer", num(i.n_layer), "layers", num(i.n_layer)},
+        {"n_embd", num(i.n_embd), "embedding", num(i.n_embd)},
+        {"n_ff", num(i.n_ff), "feed-forward", num(i.n_ff)},
+        {"n_head", num(i.n_head), "heads",
+         strf("%d of %d values, %d for keys and values", i.n_head, i.head_dim, i.n_head_kv)},
+        {"n_head_kv", num(i.n_head_kv), nullptr, ""},
+        {"head_dim", num(i.head_dim), nullptr, ""},
+        {"tokenizer", json_string(i.tokenizer), "tokenizer",
+         strf("%s, %d tokens, BOS %d%s, EOS %d", i.tokenizer, i.n_vocab, i.bos, i.add_bos ? " (added)" : "", i.eos)},
+        {"n_vocab", num(i.n_vocab), nullptr, ""},
+        {"bos", num(i.bos), nullptr, ""},
+        {"eos", num(i.eos), nullptr, ""},
+        {"add_bos", i.add_bos ? "true" : "false", nullptr, ""},
+        {"has_template", i.has_template ? "true" : "false", "chat template", i.has_template ? "yes" : "no"},
+        {"n_ctx_train", num(i.n_ctx_train), "context", num(i.n_ctx_train) + " tokens"},
+        {"kv_token_bytes", num(double(i.kv_token_bytes)), "KV cache",
+         bytes(i.kv_token_bytes) + " per token, " + bytes(kv_full) + " for the whole context"},
+        {"kv_bytes", num(double(kv_full)), nullptr, ""},
+        {"decode_bytes", num(double(i.decode_bytes)), "one token reads", bytes(i.decode_bytes) + " of weights"},
+        {"backend", json_string(i.backend), "runs on", i.backend + strf(", %d threads", i.threads)},
+        {"threads", num(i.threads), nullptr, ""},
+        {"generic_ops", json_string(i.generic_ops), "generic path", *i.generic_ops ? i.generic_ops : "none"},
+    };
+}
+
 struct opened {
     engine_model *model = nullptr;
     engine_session *session = nullptr;
@@ -624,7 +651,7 @@ struct opened {
         const load_notice notice;
         check(engine_open(&model, opt.model, &open_opt, &err));
         info.size = sizeof info;
-        engine_info(model, &info, nullptr);
+        check(engine_info(model, &info, &err));
     }
     opened(const opened &) = delete;
     ~opened() {
@@ -651,6 +678,12 @@ struct opened {
         session_opt.chunk = chunk;
         check(engine_session_new(&session, model, &session_opt, &err));
         computing = session;
+        if (verbosity < 2)
+            return;
+        for (const fact &f : facts_of(info))
+            if (f.label)
+                note("%-16s %s", f.label, f.text.c_str());
+        note("%-16s %d tokens", "context in use", engine_session_ctx(session));
     }
 
     vector<int32_t> tokenize(const string &text, int flags) {
@@ -703,14 +736,6 @@ struct opened {
     }
 };
 
-// Tokens that do not fit are refused before anything is evaluated.
-void check_context(const opened &m, const vector<int32_t> &ids, const char *advice = "") {
-    const int ctx = engine_session_ctx(m.session);
-    if (ids.size() > size_t(ctx))
-        fail(EXIT_ERROR, "the prompt has %zu tokens and exceeds the available context size of %d tokens (-c)%s",
-             ids.size(), ctx, advice);
-}
-
 // ---------------------------------------------------------------------------------------------------
 // 6. PROMPT
 //
@@ -753,8 +778,10 @@ void drop_newline(string &s) {
     }
 }
 
-// Joins the parts that say anything with a blank line between them.
-string read_prompt() {
+const char no_prompt[] = "no prompt: give -p TEXT, -f FILE or text on standard input (to talk: engine chat MODEL)";
+
+// Joins the parts that say anything with a blank line between them. Without any, `missing` is the message.
+string read_prompt(const char *missing) {
     string parts[3], prompt;
     if (opt.prompt)
         parts[0] = opt.prompt;
@@ -774,7 +801,7 @@ string read_prompt() {
     if (prompt.empty() && opt.raw && opt.prompt)
         return opt.prompt; // given as it is, blanks and all: a model may begin with nothing but its BOS
     if (prompt.empty())
-        fail(EXIT_USAGE, "no prompt: give -p TEXT, -f FILE or text on standard input");
+        fail(EXIT_USAGE, "%s", missing);
     return prompt;
 }
 
@@ -834,9 +861,8 @@ struct answer {
     bool interrupted() const { return code == ENGINE_ECANCELLED || write_code == EINTR; }
     bool context_full() const { return code == 0 && result.reason == ENGINE_STOP_CONTEXT; }
     const char *finish_reason() const {
-        if (interrupted())
-            return "interrupted";
-        return context_full() || result.reason == ENGINE_STOP_LENGTH ? "length" : "stop";
+        static const char *const names[] = {"stop", "length", "context", "stop_string"}; // ENGINE_STOP_*
+        return interrupted() ? "cancelled" : names[result.reason];
     }
 };
 
@@ -853,6 +879,8 @@ void make_answer(opened &m, const vector<int32_t> &ids, answer &a) {
         a.code = engine_sync(m.session, ids.data(), ids.size(), &a.err);
     engine_on_progress(m.session, nullptr, nullptr);
     erase_bar();
+    if (a.code >= 0 && caught)
+        a.code = ENGINE_ECANCELLED; // the signal came as the prefill ended
     engine_generate_options gen = {};
     gen.size = sizeof gen;
     gen.sampling.size = sizeof gen.sampling;
@@ -875,12 +903,15 @@ double per_second(double amount, double seconds) { return seconds > 0 ? amount /
 
 void print_notes(opened &m, const answer &a) {
     if (a.context_full())
-        note("stopped: the context of %d tokens is full (finish reason: length)", engine_session_ctx(m.session));
+        note("stopped: the context of %d tokens is full", engine_session_ctx(m.session));
     const engine_session_stats s = m.stats();
-    string line = strf("prompt %lld tokens (%lld reused)", (long long)s.prompt_tokens, (long long)s.reused_tokens);
+    const int64_t done = std::min(s.prompt_tokens, s.n_tokens); // less than the prompt when that was interrupted
+    string line = "prompt " + (done < s.prompt_tokens ? strf("%lld of ", (long long)done) : "") +
+                  strf("%lld tokens (%lld reused)", (long long)s.prompt_tokens, (long long)s.reused_tokens);
     if (a.first_text)
         line += strf(", TTFT %.3f s", a.first_text - a.start);
-    line += strf(", prefill %.1f tok/s", per_second(double(s.prompt_tokens - s.reused_tokens), s.prefill_seconds));
+    if (done > s.reused_tokens && s.prefill_seconds > 0)
+        line += strf(", prefill %.1f tok/s", double(done - s.reused_tokens) / s.prefill_seconds);
     line += strf(" | answer %d tokens (%s)", a.result.n_tokens, a.finish_reason());
     if (s.decode_tokens)
         line += strf(", ITL p50 %.2f p99 %.2f ms, decode %.1f tok/s, %.2f GB/s", s.itl_p50 * 1e3, s.itl_p99 * 1e3,
@@ -908,24 +939,28 @@ string answer_json(opened &m, const answer &a, size_t n_prompt) {
 void print_logits(opened &m, const vector<int32_t> &ids) {
     const float *logits;
     m.check(engine_sync(m.session, ids.data(), ids.size(), &m.err));
+    leave_if_caught();
     const int n = m.check(engine_logits(m.session, &logits, &m.err));
     print(strf("{\"n_vocab\":%d,\"prompt_ids\":", n) + json_ids(ids) +
           ",\"logits\":" + json_list(logits, size_t(n), [](float x) { return json_number(double(x)); }) + "}\n");
 }
 
 // Also what chat does when it is not on a terminal.
-void cmd_run() {
+void answer_once(const char *missing) {
     if (opt.raw && opt.system)
         fail(EXIT_USAGE, "--raw uses no chat template, so it cannot be used with -s/--system");
     if (!opt.prompt && !opt.file && isatty(0))
-        fail(EXIT_USAGE, "no prompt: give -p TEXT, -f FILE or text on standard input (to talk: engine chat MODEL)");
+        fail(EXIT_USAGE, "%s", missing);
     for (size_t i : opt.given)
         if (opt.logits && option_table[i].commands & SHAPES_ANSWER)
             note("--logits gives no answer: %s has no effect", option_label(option_table[i]).c_str());
     opened m;
-    const vector<int32_t> ids = prompt_ids(m, read_prompt());
+    const vector<int32_t> ids = prompt_ids(m, read_prompt(missing));
     m.start(opt.ctx, opt.chunk);
-    check_context(m, ids);
+    const int ctx = engine_session_ctx(m.session);
+    if (ids.size() > size_t(ctx))
+        fail(EXIT_ERROR, "the prompt has %zu tokens and exceeds the available context size of %d tokens (-c)",
+             ids.size(), ctx);
     if (opt.logits)
         return print_logits(m, ids);
 
@@ -939,9 +974,10 @@ void cmd_run() {
     if (failed)
         fail(EXIT_ERROR, "%s", a.err.msg);
     print_notes(m, a);
-    if (caught)
-        throw quit{128 + caught};
+    leave_if_caught();
 }
+
+void cmd_run() { answer_once(no_prompt); }
 
 // ---------------------------------------------------------------------------------------------------
 // 8. CHAT
@@ -953,8 +989,31 @@ void cmd_run() {
 // Reads lines from the terminal: through libedit where the build has it, else as the terminal gives them.
 struct line_reader {
     enum outcome { LINE, END, INTERRUPT };
-    bool had_text = false; // INTERRUPT came with something typed, where that can be known
-    string pending;        // plain reading: bytes after the last line
+    enum { PASTE_GAP = 50 }; // milliseconds of silence that end a paste
+    bool had_text = false;   // INTERRUPT came with something typed, where that can be known
+    bool ended = false;      // the end of the input was read, after `pending`
+    string pending;          // read, and not yet taken
+
+    // Reads what is there, until nothing comes for `gap` milliseconds.
+    void fill(int gap) {
+        char buf[4096];
+        pollfd p = {0, POLLIN, 0};
+        while (!ended && pending.size() < INPUT_LIMIT && poll(&p, 1, gap) > 0) {
+            const ssize_t n = read(0, buf, sizeof buf);
+            if (n > 0)
+                pending.append(buf, size_t(n));
+            else
+                ended = n == 0 || (errno != EINTR && errno != EAGAIN);
+        }
+    }
+    bool take_line(string &line) {
+        const size_t end = pending.find('\n');
+        if (end == string::npos)
+            return false;
+        line.assign(pending, 0, end);
+        pending.erase(0, end + 1);
+        return true;
+    }
 
     // Waits for a key. Returns false when a signal came instead.
     static bool wait_key() {
@@ -969,35 +1028,24 @@ struct line_reader {
         return false;
     }
 
+    // A terminal without an editor hands over whole lines, and of each no more than 4095 bytes.
     outcome read_plain(const char *prompt, string &line) {
-        for (bool show = true;;) {
-            const size_t end = pending.find('\n');
-            if (end != string::npos) {
-                line.assign(pending, 0, end);
-                pending.erase(0, end + 1);
-                return LINE;
+        for (bool show = true; !take_line(line); fill(PASTE_GAP)) {
+            if (ended) {
+                ended = false;
+                line.swap(pending);
+                pending.clear();
+                return line.empty() ? END : LINE;
             }
             if ((show || resumed.exchange(false)) && write_out(prompt, strlen(prompt)))
                 return END;
             show = false;
-            if (!wait_key()) {
-                if (!caught)
-                    continue;
-                pending.clear();
+            if (!wait_key() && caught)
                 return INTERRUPT;
-            }
-            char buf[4096];
-            const ssize_t n = read(0, buf, sizeof buf);
-            if (n < 0 && (errno == EINTR || errno == EAGAIN))
-                continue;
-            if (n > 0) {
-                pending.append(buf, size_t(n));
-                continue;
-            }
-            line.swap(pending);
-            pending.clear();
-            return line.empty() ? END : LINE;
         }
+        if (line.size() >= 4095)
+            note("the terminal cuts a line at 4095 bytes; longer ones go through engine run -f");
+        return LINE;
     }
 
 #ifdef HAVE_LIBEDIT
@@ -1012,31 +1060,34 @@ struct line_reader {
     }
     static char *show_prompt(EditLine *editor) { return const_cast<char *>(of(editor).prompt_text); }
 
-    // libedit's source of characters: 1 for one, 0 at the end, -1 when a signal came.
+    // libedit's source of characters: 1 for one, 0 at the end, -1 when a signal came. What follows a line is read
+    // here, before libedit gives the terminal back its own line editing, which would cut it.
     static int next_character(EditLine *editor, wchar_t *out) {
-        mbstate_t state = {};
-        for (;;) {
-            while (!wait_key()) {
-                if (caught) {
+        line_reader &self = of(editor);
+        for (mbstate_t state = {};;) {
+            while (self.pending.empty() && !self.ended) {
+                if (wait_key()) {
+                    self.fill(0);
+                } else if (caught) {
                     const LineInfo *line = el_line(editor);
-                    of(editor).had_text = line->lastchar > line->buffer;
+                    self.had_text = line->lastchar > line->buffer;
                     return -1;
+                } else {
+                    resumed = false;
+                    el_set(editor, EL_PREP_TERM, 1);
+                    el_set(editor, EL_REFRESH);
                 }
-                resumed = false;
-                el_set(editor, EL_PREP_TERM, 1);
-                el_set(editor, EL_REFRESH);
             }
-            char byte;
-            const ssize_t n = read(0, &byte, 1);
-            if (n < 0 && (errno == EINTR || errno == EAGAIN))
-                continue;
-            if (n <= 0)
-                return 0;
-            const size_t used = mbrtowc(out, &byte, 1, &state);
+            if (self.pending.empty())
+                return self.ended = false;
+            const size_t used = mbrtowc(out, &self.pending[0], 1, &state);
+            self.pending.erase(0, 1);
             if (used == size_t(-2))
                 continue;
             if (used == size_t(-1))
                 *out = 0xfffd;
+            if (*out == '\n' || *out == '\r')
+                self.fill(PASTE_GAP);
             return 1;
         }
     }
@@ -1057,6 +1108,7 @@ struct line_reader {
         el_set(editor, EL_PROMPT, show_prompt);
         el_set(editor, EL_HIST, ::history, history);
         el_set(editor, EL_GETCFN, next_character);
+        el_set(editor, EL_BIND, "^I", "ed-insert", nullptr); // there is nothing to complete, and code has tabs
     }
     ~line_reader() {
         if (editor)
@@ -1066,6 +1118,12 @@ struct line_reader {
     }
 
     outcome read_edited(const char *prompt, string &line) {
+        if (take_line(line)) { // of a paste: no one edits it, and the terminal has not shown it
+            string shown = prompt + line + "\n";
+            std::replace_if(
+                shown.begin(), shown.end() - 1, [](unsigned char c) { return c < 32 && c != '\t'; }, '?');
+            return write_out(shown.data(), shown.size()) ? END : LINE;
+        }
         prompt_text = prompt;
         int n = 0;
         el_set(editor, EL_PREP_TERM, 1); // before the prompt shows, so that no key is taken the old way
@@ -1093,21 +1151,31 @@ struct line_reader {
         at_prompt = true;
         const outcome got = history ? read_edited(prompt, line) : read_plain(prompt, line);
         at_prompt = false;
+        if (got == INTERRUPT)
+            pending.clear();
         return got;
     }
 
-    // A line, or all that stands between """ and """.
+    // A line and those that came together with it, a paste; or all that stands between """ and """.
     outcome read_message(string &text, bool &block) {
         static const string quotes = "\"\"\"";
         block = false;
+        string line;
         if (const outcome got = read_line("> ", text))
             return got;
-        const size_t start = text.find_first_not_of(" \t");
-        if (start == string::npos || text.compare(start, 3, quotes) != 0)
+        const size_t start = std::min(text.find_first_not_of(" \t"), text.size());
+        if (text.compare(start, 1, "/") == 0)
             return LINE;
+        if (text.compare(start, 3, quotes) != 0) {
+            outcome got = LINE;
+            while (!pending.empty() && (got = read_line("... ", line)) == LINE)
+                text += "\n" + line;
+            ended = ended || got == END; // first the text, then the end
+            return got == END ? LINE : got;
+        }
         block = true;
         text.erase(0, start + 3);
-        for (string line;;) {
+        for (;;) {
             const size_t last = text.find_last_not_of(" \t\r");
             if (last != string::npos && last >= 2 && text.compare(last - 2, 3, quotes) == 0) {
                 text.erase(last - 2);
@@ -1116,19 +1184,21 @@ struct line_reader {
                 return LINE;
             }
             if (const outcome got = read_line("... ", line))
-                return got;
+                return got == END && !is_blank(text) ? LINE : got; // Ctrl-D ends the block
             text += "\n" + line;
         }
     }
 };
 
-const char chat_help[] = "  /clear          forget the conversation (the system message stays)\n"
-                         "  /regen          answer the last message again, with another seed\n"
-                         "  /system TEXT    set the system message; alone: show it; /system - removes it\n"
-                         "  /stats          tokens and memory in use\n"
-                         "  /exit           leave (also /bye, /quit, Ctrl-D)\n"
-                         "  \"\"\"             begins and ends a message of several lines\n"
-                         "  Ctrl-C stops an answer; once more, or twice at the prompt, leaves\n";
+const char chat_help[] =
+    "  /help, /?       this text\n"
+    "  /clear          forget the conversation (the system message stays)\n"
+    "  /regen          answer the last message again, with another seed\n"
+    "  /system TEXT    set the system message; alone: show it; /system - removes it\n"
+    "  /stats          tokens and memory in use\n"
+    "  /exit           leave (also /bye, /quit, Ctrl-D)\n"
+    "  \"\"\"             begins and ends a message of several lines (those of a paste are one anyway)\n"
+    "  Ctrl-C stops an answer; once more, or twice at the prompt, leaves\n";
 
 struct chat_message {
     string role, content;
@@ -1144,7 +1214,7 @@ struct chat {
     explicit chat(opened &model)
         : m(model), system(opt.system ? opt.system : ""), has_system(opt.system), seed(first_seed()) {}
 
-    // Answers the last message, which is the user's.
+    // Answers the last message, which is the user's. Where there is room for a few words only, it is refused.
     void answer_last() {
         vector<engine_message> list;
         if (has_system)
@@ -1152,7 +1222,14 @@ struct chat {
         for (const chat_message &c : messages)
             list.push_back({c.role.c_str(), c.content.c_str()});
         const vector<int32_t> ids = m.render(list);
-        check_context(m, ids, "; /clear begins anew");
+        const int ctx = engine_session_ctx(m.session), least = std::min(32, ctx / 8);
+        if (ids.size() + size_t(opt.max_tokens ? std::min(opt.max_tokens, least) : least) > size_t(ctx)) {
+            messages.pop_back();
+            fail(EXIT_ERROR,
+                 "not answered: with this message the prompt has %zu tokens, too many for an answer in the "
+                 "context of %d; /clear begins anew, a larger context is set with -c",
+                 ids.size(), ctx);
+        }
         answer a(true, seed);
         make_answer(m, ids, a);
         if (!a.write_code && (!a.text.empty() || a.interrupted()))
@@ -1164,8 +1241,6 @@ struct chat {
         if (a.code < 0 && !a.interrupted())
             fail(EXIT_ERROR, "%s", a.err.msg);
         print_notes(m, a);
-        if (a.context_full())
-            note("/clear begins anew; a larger context is set with -c");
     }
 
     // A line that begins with '/'.
@@ -1174,14 +1249,21 @@ struct chat {
         const string word = line.substr(0, space);
         const size_t rest = space == string::npos ? space : line.find_first_not_of(" \t", space);
         const string text = rest == string::npos ? "" : line.substr(rest);
-        const vector<string> names = {"/help", "/clear", "/regen", "/system", "/stats", "/exit", "/bye", "/quit"};
+        const vector<string> names = {"/help", "/?", "/clear", "/regen", "/system", "/stats", "/exit", "/bye", "/quit"};
+        if (!text.empty() && word != "/system" && std::find(names.begin(), names.end(), word) != names.end())
+            fail(EXIT_ERROR, "%s takes no argument", word.c_str());
         if (word == "/exit" || word == "/bye" || word == "/quit")
             throw quit{EXIT_OK};
         if (word == "/help" || word == "/?")
             dprintf(2, "%s", chat_help);
-        else if (word == "/clear")
-            messages.clear(), engine_sync(m.session, nullptr, 0, nullptr), note("conversation cleared");
-        else if (word == "/regen") {
+        else if (word == "/clear") {
+            int code; // a signal that came when nothing computed cancels the first call
+            while ((code = engine_sync(m.session, nullptr, 0, &m.err)) == ENGINE_ECANCELLED)
+                continue;
+            m.check(code);
+            messages.clear();
+            note("conversation cleared");
+        } else if (word == "/regen") {
             if (!messages.empty() && messages.back().role == "assistant")
                 messages.pop_back();
             if (messages.empty())
@@ -1206,8 +1288,9 @@ struct chat {
     void take(string text, bool block) {
         if (is_blank(text))
             return;
-        if (!block && text[0] == '/')
-            return obey(text.substr(0, text.find_last_not_of(" \t\r") + 1));
+        const size_t start = text.find_first_not_of(" \t");
+        if (!block && text[start] == '/')
+            return obey(text.substr(start, text.find_last_not_of(" \t\r") + 1 - start));
         if (!messages.empty() && messages.back().role == "user") {
             messages.pop_back();
             note("the message before, which got no answer, is dropped");
@@ -1219,9 +1302,9 @@ struct chat {
 
 void cmd_chat() {
     if (!isatty(0))
-        return cmd_run();
+        return answer_once("no prompt: standard input has no text, and is no terminal to chat on");
     if (!isatty(1))
-        fail(EXIT_USAGE, "no prompt: chat needs a terminal, or a prompt on standard input; see 'engine help run'");
+        fail(EXIT_USAGE, "chat needs a terminal for its output too; engine run answers one prompt");
     opened m;
     if (!m.info.has_template)
         fail(EXIT_ERROR, "%s has no chat template; 'engine run' completes text with it", opt.model);
@@ -1335,60 +1418,10 @@ string meta_json(opened &m) {
     return out + "}";
 }
 
-// 1230000000 as "1.23 G".
-string scaled(double x, const char *unit) {
-    const char *const prefix[] = {"", "k", "M", "G", "T"};
-    int i = 0;
-    for (; x >= 1000 && i < 4; i++)
-        x /= 1000;
-    return strf("%.*f %s%s", i ? 2 : 0, x, prefix[i], unit);
-}
-
-// Every fact once: its JSON name, its JSON value, and, where people get to see it, a label and a text.
-struct fact {
-    const char *key;
-    string value;
-    const char *label; // null: only in the JSON
-    string text;
-};
-
 void cmd_info() {
     opened m;
-    const engine_model_info &i = m.info;
-    const auto num = [](double x) { return strf("%.0f", x); };
-    const auto bytes = [](int64_t x) { return scaled(double(x), "B"); };
-    const int64_t kv_full = i.kv_token_bytes * i.n_ctx_train;
-    const fact facts[] = {
-        {"name", json_string(i.name), "name", i.name},
-        {"arch", json_string(i.arch), "architecture", i.arch},
-        {"n_params", num(double(i.n_params)), "parameters", scaled(double(i.n_params), "")},
-        {"weight_bytes", num(double(i.weight_bytes)), "weights", bytes(i.weight_bytes) + ", " + i.types},
-        {"types", json_string(i.types), nullptr, ""},
-        {"n_layer", num(i.n_layer), "layers", num(i.n_layer)},
-        {"n_embd", num(i.n_embd), "embedding", num(i.n_embd)},
-        {"n_ff", num(i.n_ff), "feed-forward", num(i.n_ff)},
-        {"n_head", num(i.n_head), "heads",
-         strf("%d of %d values, %d for keys and values", i.n_head, i.head_dim, i.n_head_kv)},
-        {"n_head_kv", num(i.n_head_kv), nullptr, ""},
-        {"head_dim", num(i.head_dim), nullptr, ""},
-        {"tokenizer", json_string(i.tokenizer), "tokenizer",
-         strf("%s, %d tokens, BOS %d%s, EOS %d", i.tokenizer, i.n_vocab, i.bos, i.add_bos ? " (added)" : "", i.eos)},
-        {"n_vocab", num(i.n_vocab), nullptr, ""},
-        {"bos", num(i.bos), nullptr, ""},
-        {"eos", num(i.eos), nullptr, ""},
-        {"add_bos", i.add_bos ? "true" : "false", nullptr, ""},
-        {"has_template", i.has_template ? "true" : "false", "chat template", i.has_template ? "yes" : "no"},
-        {"n_ctx_train", num(i.n_ctx_train), "context", num(i.n_ctx_train) + " tokens"},
-        {"kv_token_bytes", num(double(i.kv_token_bytes)), "KV cache",
-         bytes(i.kv_token_bytes) + " per token, " + bytes(kv_full) + " for the whole context"},
-        {"kv_bytes", num(double(kv_full)), nullptr, ""},
-        {"decode_bytes", num(double(i.decode_bytes)), "one token reads", bytes(i.decode_bytes) + " of weights"},
-        {"backend", json_string(i.backend), "runs on", i.backend + strf(", %d threads", i.threads)},
-        {"threads", num(i.threads), nullptr, ""},
-        {"generic_ops", json_string(i.generic_ops), "generic path", *i.generic_ops ? i.generic_ops : "none"},
-    };
     string json, text;
-    for (const fact &f : facts) {
+    for (const fact &f : facts_of(m.info)) {
         json += strf("%s\"%s\":%s", json.empty() ? "{" : ",", f.key, f.value.c_str());
         if (f.label)
             text += strf("%-16s %s\n", f.label, f.text.c_str());
@@ -1438,6 +1471,7 @@ void cmd_perplexity() {
         s.window = &window;
         m.check(engine_sync(m.session, nullptr, 0, &m.err));
         m.check(engine_eval_all(m.session, window.data(), window.size(), scorer::row, &s, &m.err));
+        leave_if_caught();
         if (bar_wanted())
             bar.at(int64_t(w + 1), int64_t(windows));
     }
@@ -1502,6 +1536,7 @@ vector<double> bench_rates(opened &m, const vector<int32_t> &ids, int depth, boo
         for (int i = 0; i < n; i += batch) {
             m.check(engine_eval(m.session, ids.data() + depth + i, size_t(std::min(batch, n)), &m.err));
             m.check(engine_logits(m.session, &logits, &m.err));
+            leave_if_caught();
         }
         const double seconds = now_seconds() - start;
         const engine_session_stats after = m.stats();
@@ -1514,42 +1549,52 @@ vector<double> bench_rates(opened &m, const vector<int32_t> &ids, int depth, boo
     return rates;
 }
 
-enum { BENCH_COLUMNS = 9 };
-const char *const bench_columns[BENCH_COLUMNS] = {
-    "test", "depth", "tokens", "tok_s", "min_tok_s", "max_tok_s", "bytes_per_token", "gb_s", "bandwidth_share"};
+struct bench_row {
+    bool decode;
+    int depth, tokens;
+    double rate, least, most; // tokens per second: the median, and the ends
+    double bytes;             // that one decode step reads; NAN for prefill, which computes more than it reads
+};
 
-// Cells are numbers, but for the first one; "" is what does not apply.
-string bench_result(const opened &m, double bandwidth, const vector<vector<string>> &rows) {
-    const engine_model_info &i = m.info;
-    string out;
-    if (opt.json)
-        out = "{\"model\":" + json_string(i.name) + ",\"arch\":" + json_string(i.arch) +
-              ",\"types\":" + json_string(i.types) + ",\"backend\":" + json_string(i.backend) +
-              strf(",\"threads\":%d", i.threads) + ",\"generic_ops\":" + json_string(i.generic_ops) +
-              ",\"bandwidth_gb_s\":" + json_number(bandwidth * 1e-9) + ",\"rows\":[";
-    else if (!opt.csv)
-        out = strf("%s (%s, %s parameters, %s)\n%s, %d threads, memory bandwidth %.2f GB/s, generic path: %s\n\n",
-                   i.name, i.arch, scaled(double(i.n_params), "").c_str(), i.types, i.backend, i.threads,
-                   bandwidth * 1e-9, *i.generic_ops ? i.generic_ops : "none");
-    for (int c = 0; c < BENCH_COLUMNS && !opt.json; c++)
-        out += opt.csv ? strf("%s%s", c ? "," : "", bench_columns[c]) : strf(c ? " %15s" : "%-8s", bench_columns[c]);
-    for (const vector<string> &row : rows) {
-        out += !opt.json ? "\n" : &row == &rows[0] ? "{" : ",{";
-        for (int c = 0; c < BENCH_COLUMNS; c++) {
-            const char *cell = row[size_t(c)].c_str();
-            if (opt.json)
-                out += strf(c ? ",\"%s\":%s" : "\"%s\":\"%s\"", bench_columns[c], *cell ? cell : "null");
-            else
-                out += opt.csv ? strf("%s%s", c ? "," : "", cell) : strf(c ? " %15s" : "%-8s", *cell ? cell : "-");
-        }
-        out += opt.json ? "}" : "";
+string bench_json(const engine_model_info &i, double bandwidth, const vector<bench_row> &rows) {
+    const auto num = [](double x) { return json_number(x); };
+    string out = "{\"model\":" + json_string(i.name) + ",\"arch\":" + json_string(i.arch) +
+                 ",\"types\":" + json_string(i.types) + ",\"backend\":" + json_string(i.backend) +
+                 strf(",\"threads\":%d", i.threads) + ",\"generic_ops\":" + json_string(i.generic_ops) +
+                 ",\"bandwidth_gb_s\":" + num(bandwidth * 1e-9) + ",\"rows\":";
+    return out +
+           json_list(rows.data(), rows.size(),
+                     [&](const bench_row &r) {
+                         return strf("{\"test\":\"%s\",\"depth\":%d,\"tokens\":%d,\"tok_s\":",
+                                     r.decode ? "decode" : "prefill", r.depth, r.tokens) +
+                                num(r.rate) + ",\"min_tok_s\":" + num(r.least) + ",\"max_tok_s\":" + num(r.most) +
+                                ",\"bytes_per_token\":" + num(r.bytes) + ",\"gb_s\":" + num(r.bytes * r.rate * 1e-9) +
+                                ",\"bandwidth_share\":" + num(r.bytes * r.rate / bandwidth) + "}";
+                     }) +
+           "}\n";
+}
+
+string bench_text(const engine_model_info &i, double bandwidth, const vector<bench_row> &rows) {
+    string out = strf("%s (%s, %s parameters, %s)\n%s, %d threads, memory bandwidth %.2f GB/s, generic path: %s\n\n",
+                      i.name, i.arch, scaled(double(i.n_params), "").c_str(), i.types, i.backend, i.threads,
+                      bandwidth * 1e-9, *i.generic_ops ? i.generic_ops : "none");
+    out += "test       depth  tokens       tok/s   slowest   fastest";
+    out += opt.bench_decode ? "  MB/token     GB/s  of bandwidth\n" : "\n";
+    bool cached = false;
+    for (const bench_row &r : rows) {
+        out += strf("%-8s %7d %7d %11.2f %9.2f %9.2f", r.decode ? "decode" : "prefill", r.depth, r.tokens, r.rate,
+                    r.least, r.most);
+        if (r.decode)
+            out += strf(" %9.2f %8.2f", r.bytes * 1e-6, r.bytes * r.rate * 1e-9);
+        if (r.decode && bandwidth > 0)
+            out += strf(" %13.2f", r.bytes * r.rate / bandwidth);
+        out += "\n";
+        cached = cached || (bandwidth > 0 && r.bytes * r.rate > bandwidth);
     }
-    return out + (opt.json ? "]}\n" : "\n");
+    return out + (cached ? "\nMore than the memory's bandwidth: this model fits into the processor's cache.\n" : "");
 }
 
 void cmd_bench() {
-    if (opt.json && opt.csv)
-        fail(EXIT_USAGE, "--json and --csv are two forms of the result: give one");
     if (!opt.bench_prefill && !opt.bench_decode)
         fail(EXIT_USAGE, "-p 0 and -n 0 leave nothing to measure");
     const vector<int> depths = opt.depths.empty() ? vector<int>{0} : opt.depths;
@@ -1564,7 +1609,7 @@ void cmd_bench() {
     vector<int32_t> ids(static_cast<size_t>(most));
     for (int32_t &id : ids)
         id = int32_t(random() % uint32_t(m.info.n_vocab));
-    vector<vector<string>> rows;
+    vector<bench_row> rows;
     progress bar{"bench"};
     for (size_t d = 0; d < depths.size(); d++)
         for (const bool decode : {false, true}) {
@@ -1573,62 +1618,90 @@ void cmd_bench() {
                 bar.at(int64_t(2 * d + decode), int64_t(2 * depths.size()));
             if (!tokens)
                 continue;
-            double bytes = 0;
+            double bytes = NAN;
             const vector<double> rates = bench_rates(m, ids, depths[d], decode, bytes);
-            const double median = (rates[(rates.size() - 1) / 2] + rates[rates.size() / 2]) / 2, rate = bytes * median;
-            rows.push_back({decode ? "decode" : "prefill", std::to_string(depths[d]), std::to_string(tokens),
-                            strf("%.2f", median), strf("%.2f", rates.front()), strf("%.2f", rates.back()),
-                            decode ? strf("%.0f", bytes) : "", decode ? strf("%.3f", rate * 1e-9) : "",
-                            decode && bandwidth > 0 ? strf("%.3f", rate / bandwidth) : ""});
+            const double median = (rates[(rates.size() - 1) / 2] + rates[rates.size() / 2]) / 2;
+            rows.push_back({decode, depths[d], tokens, median, rates.front(), rates.back(), decode ? bytes : NAN});
         }
-    print(bench_result(m, bandwidth, rows));
+    print((opt.json ? bench_json : bench_text)(m.info, bandwidth, rows));
 }
 
 // ---------------------------------------------------------------------------------------------------
 // 10. MAIN
 //
-// Finds the command and runs it.
+// The table of commands; finds one and runs it.
 // ---------------------------------------------------------------------------------------------------
 
-void run_command(const command &cmd, int argc, char **argv) {
-    parse_options(cmd, argc, argv);
-    if (opt.help)
-        return print(command_help(cmd));
-    if (!opt.model)
-        fail(EXIT_USAGE, "no model: engine %s MODEL; see 'engine help %s'", cmd.name, cmd.name);
-    switch (cmd.bit) {
-    case RUN:
-        return cmd_run();
-    case CHAT:
-        return cmd_chat();
-    case TOKENIZE:
-        return cmd_tokenize();
-    case INFO:
-        return cmd_info();
-    case PERPLEXITY:
-        return cmd_perplexity();
-    case BENCH:
-        return cmd_bench();
-    }
+const command command_table[] = {
+    {"run", RUN, cmd_run, "answer one prompt",
+     "The prompt is -p TEXT, then the file of -f, then stdin unless that is a terminal, with a blank line\n"
+     "between them. One trailing newline of a file and of stdin is dropped. Stdin is read to its end; where\n"
+     "it is open but silent, use < /dev/null. The prompt goes through the model's chat template (a NUL in it\n"
+     "becomes U+FFFD); a model without one, or --raw, gets the text itself. The answer and a newline go to\n"
+     "stdout, statistics to stderr.\n"},
+    {"chat", CHAT, cmd_chat, "talk with the model on a terminal",
+     "Ctrl-C stops an answer, a second one leaves (130); Ctrl-D leaves (0); /help lists the commands. When\n"
+     "stdin is not a terminal it is answered as one prompt, as by run.\n"},
+    {"tokenize", TOKENIZE, cmd_tokenize, "turn text into token numbers, or back",
+     "Reads stdin, or -p TEXT, or -f FILE, byte for byte, and prints the numbers on one line: what the model\n"
+     "would be fed, so with the BOS that it wants. --json adds the pieces (one that is no valid UTF-8 as a\n"
+     "list of bytes).\n"},
+    {"info", INFO, cmd_info, "print a model's facts", ""},
+    {"perplexity", PERPLEXITY, cmd_perplexity, "measure how well the model predicts a text",
+     "The text (-f FILE or stdin) is cut into windows of -c tokens, each evaluated from an empty context;\n"
+     "where the model wants a BOS it starts each window. Every token but a window's first is scored, those\n"
+     "of a short last window too. Prints the mean negative log-likelihood in nats and its exponential.\n"},
+    {"bench", BENCH, cmd_bench, "measure speed",
+     "Prefill and decode with random tokens, beside the memory bandwidth that this machine reaches when it\n"
+     "only reads.\n"},
+};
+
+const command *find_command(const string &name) {
+    for (const command &c : command_table)
+        if (name == c.name)
+            return &c;
+    return nullptr;
+}
+
+string program_help() {
+    string text =
+        "engine " ENGINE_VERSION ": run a language model on this machine\n\nengine COMMAND MODEL [options]\n\n";
+    for (const command &c : command_table)
+        text += strf("  %-12s %s\n", c.name, c.summary);
+    return text + "  help COMMAND what a command does, and its options\n\n"
+                  "  engine chat model.gguf\n"
+                  "  engine run model.gguf -p \"Name three rivers.\"\n"
+                  "  cat letter.txt | engine run model.gguf -p \"Summarise:\"\n\n"
+                  "Exit codes: 0 ok, 1 error, 2 usage, 130 interrupted.\n";
 }
 
 void run_program(int argc, char **argv) {
-    const bool help = argc > 1 && strcmp(argv[1], "help") == 0;
-    const string word = help ? argc > 2 ? argv[2] : "--help" : argc > 1 ? argv[1] : "";
+    const auto is_help = [](const string &w) { return w == "help" || w == "--help" || w == "-h"; };
+    string word = argc > 1 ? argv[1] : "";
+    const bool help = is_help(word);
+    if (help && argc > 2)
+        word = argv[2];
     const command *cmd = find_command(word);
-    if (help && cmd)
-        return print(command_help(*cmd));
+    if (cmd && !help)
+        parse_options(*cmd, argc - 2, argv + 2);
+    if (cmd && !help && !opt.help) {
+        if (!opt.model)
+            fail(EXIT_USAGE, "no model: engine %s MODEL; see 'engine help %s'", cmd->name, cmd->name);
+        return cmd->run();
+    }
+    if (help && argc > 3)
+        fail(EXIT_USAGE, "unexpected argument '%s'; see 'engine help'", argv[3]);
     if (cmd)
-        return run_command(*cmd, argc - 2, argv + 2);
-    if (word == "--version" || word == "-V")
-        return print("engine " + string(engine_version()) + "\n");
-    if (word == "--help" || word == "-h")
+        return print(command_help(*cmd));
+    if (is_help(word))
         return print(program_help());
+    if (word == "version" || word == "--version" || word == "-V")
+        return print("engine " + string(engine_version()) + "\n");
     if (word.empty()) {
         dprintf(2, "%s", program_help().c_str());
         throw quit{EXIT_USAGE};
     }
-    vector<string> names = {"help", "--help", "--version"};
+    vector<string> names = {"help", "version"};
     for (const command &c : command_table)
         names.push_back(c.name);
     fail(EXIT_USAGE, "no command '%s'.%s See 'engine --help'", word.c_str(), did_you_mean(word, names).c_str());
@@ -1645,6 +1718,8 @@ int main(int argc, char **argv) {
         if (close(1) < 0 && errno != EBADF && errno != EINTR) // a full disk may show only now
             fail(EXIT_ERROR, "standard output: %s", strerror(errno));
     } catch (const quit &q) {
+        if (bar_shown)
+            dprintf(2, "\n"); // it shows how far the work was
         return q.code;
     } catch (const std::exception &e) { // no memory, no thread
         dprintf(2, "engine: %s\n", e.what());

@@ -88,8 +88,8 @@ namespace {
 // ---------------------------------------------------------------------------------------------------
 // 1. BASICS
 //
-// Errors, the log, memory, a byte cursor, the clock, the floating-point mode and the thread pool: what
-// every later chapter leans on. Knows nothing of models or files. Invariant: nothing here prints, exits
+// Errors, the log, memory, a byte cursor, the clock, the floating-point mode, the thread pool, and elementary
+// functions: what every later chapter leans on. Knows nothing of models or files. Invariant: nothing here prints, exits
 // or aborts.
 // ---------------------------------------------------------------------------------------------------
 
@@ -141,19 +141,25 @@ static string show(string_view s) {
     return s.size() > 64 ? out + "..." : out;
 }
 
-static std::atomic<engine_log_fn> log_fn{nullptr};
-static std::atomic<void *> log_user{nullptr};
+static std::mutex log_mutex; // guards the two that belong together
+static engine_log_fn log_fn = nullptr;
+static void *log_user = nullptr;
 
 // level: ENGINE_LOG_INFO or ENGINE_LOG_WARN. Without a callback the text goes nowhere.
 __attribute__((format(printf, 2, 3))) static void log_msg(int level, const char *fmt, ...) {
-    engine_log_fn fn = log_fn.load();
+    engine_log_fn fn;
+    void *user;
+    {
+        std::lock_guard<std::mutex> lock(log_mutex);
+        fn = log_fn, user = log_user;
+    }
     if (!fn)
         return;
     va_list args;
     va_start(args, fmt);
     string s = vstrf(fmt, args);
     va_end(args);
-    fn(log_user.load(), level, s.c_str());
+    fn(user, level, s.c_str());
 }
 
 static double now_seconds() {
@@ -226,6 +232,35 @@ struct fp_mode {
     ~fp_mode() { fesetenv(&saved); }
     fp_mode(const fp_mode &) = delete;
 };
+
+// Cores that this process may use: its affinity mask, and a container's quota.
+static int usable_cores() {
+    int n = int(std::thread::hardware_concurrency());
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        n = CPU_COUNT(&set);
+    if (FILE *f = fopen("/sys/fs/cgroup/cpu.max", "r")) {
+        long long quota, period;
+        if (fscanf(f, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)
+            n = std::min<int>(n, int(std::max(1LL, quota / period)));
+        fclose(f);
+    }
+#endif
+    return std::min(std::max(n, 1), 512);
+}
+
+// Bytes of memory of this machine, or of the container that the process is in.
+static int64_t physical_memory() {
+    int64_t bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * int64_t(sysconf(_SC_PAGESIZE));
+    if (FILE *f = fopen("/sys/fs/cgroup/memory.max", "r")) {
+        long long limit;
+        if (fscanf(f, "%lld", &limit) == 1 && limit > 0)
+            bytes = std::min<int64_t>(bytes, limit);
+        fclose(f);
+    }
+    return bytes;
+}
 
 // Tells the processor that this is a spin loop.
 static inline void spin_pause() {
@@ -330,6 +365,51 @@ template <class F> static void parallel(thread_pool &pool, int64_t n, int64_t gr
                 (*s.body)(i, std::min(i + s.grain, s.n), worker);
         },
         &s);
+}
+
+// exp, log, sin and cos in double from +, *, fma and rounding alone, so that every C library gives the same
+// bits. Within about 2 units in the last place.
+static double exact_exp(double x) {
+    if (!(x > -708))
+        return x != x ? x : 0;
+    if (x > 709)
+        return HUGE_VAL;
+    const double k = std::nearbyint(x * 1.4426950408889634);
+    const double r = std::fma(k, -1.9082149292705877e-10, std::fma(k, -0.6931471803691238, x));
+    double sum = 1; // Taylor, |r| <= 0.347
+    for (int n = 14; n > 0; n--)
+        sum = std::fma(sum, r / n, 1);
+    return std::ldexp(sum, int(k));
+}
+static double exact_log(double x) { // x > 0
+    int e;
+    double m = std::frexp(x, &e);
+    if (m < 0.7071067811865476)
+        m *= 2, e--;
+    const double t = (m - 1) / (m + 1), t2 = t * t;
+    double sum = 0; // 2 artanh(t), |t| <= 0.172
+    for (int n = 23; n > 0; n -= 2)
+        sum = std::fma(sum, t2, 1.0 / n);
+    return std::fma(2 * t, sum, double(e) * 0.6931471805599453);
+}
+static void exact_sin_cos(double x, double *s, double *c) { // |x| < 2^30
+    const double k = std::nearbyint(x * 0.6366197723675814);
+    double r = std::fma(k, -1.5707963267948966, x); // pi/2 in two parts
+    r = std::fma(k, -6.123233995736766e-17, r);
+    const double r2 = r * r;
+    double sn = 1, cs = 1; // Taylor, |r| <= 0.786
+    for (int n = 16; n > 0; n -= 2) {
+        sn = std::fma(sn, -r2 / (n * (n + 1)), 1);
+        cs = std::fma(cs, -r2 / (n * (n - 1)), 1);
+    }
+    sn *= r;
+    const int64_t quadrant = int64_t(k) & 3;
+    *s = quadrant & 1 ? cs : sn;
+    *c = quadrant & 1 ? sn : cs;
+    if (quadrant & 2)
+        *s = -*s;
+    if (quadrant == 1 || quadrant == 2)
+        *c = -*c;
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -538,7 +618,6 @@ struct meta_array {
 
     int64_t int_at(uint64_t i) const { return meta_int(type, data + i * uint64_t(meta_types[type].bytes)); }
     double float_at(uint64_t i) const { return meta_float(type, data + i * uint64_t(meta_types[type].bytes)); }
-    bool bool_at(uint64_t i) const { return data[i] != 0; }
 
     // Strings have no index in the file, so they are walked: for (string_view s : array). Lengths were checked
     // when the file was opened.
@@ -646,7 +725,6 @@ struct model_file {
         const meta_value *v = typed(key, KIND_FLOAT);
         return v ? finite(*v) : fallback;
     }
-    double need_float(string_view key) const { return finite(needed(key, typed(key, KIND_FLOAT))); }
     bool get_bool(string_view key, bool fallback) const {
         const meta_value *v = typed(key, KIND_BOOL);
         return v ? *v->data != 0 : fallback;
@@ -1457,11 +1535,21 @@ static void split_words(const stage *s, const uint16_t *table, const char *p, co
 // tokenizer.ggml.token_type
 enum token_type : uint8_t { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE };
 
-// Two adjacent tokens and what they merge into. The lowest rank goes first.
-struct merge_rule {
-    int32_t left, right, into; // left < 0: a free slot of the table
+// What two adjacent tokens merge into. The lowest rank goes first.
+struct merged {
+    int32_t into; // -1: nothing
     uint32_t rank;
 };
+static constexpr merged no_merge = {-1, 0};
+struct merge_rule {
+    int32_t left, right; // left < 0: a free slot of the table
+    merged result;
+};
+
+// Longer tokens are neither made by merging nor looked for in texts, which bounds the work that a text makes.
+static constexpr size_t MAX_MATCH = 256;
+// Far beyond any vocabulary; the table of rules takes at most 64 MiB.
+static constexpr uint64_t MAX_MERGES = 1 << 21;
 
 struct vocab {
     int n = 0;                            // tokens
@@ -1482,7 +1570,8 @@ struct vocab {
     int32_t byte_id[256];       // the token of a single byte; -1: none
     uint64_t seed = 0;          // of both hash tables, so that no choice of names makes them slow
     vector<int32_t> pieces;     // the tokens that plain text may become, by hash of their bytes; -1: free
-    vector<merge_rule> merges;  // by hash of left and right
+    vector<merge_rule> merges;  // BPE: by hash of left and right
+    vector<uint32_t> rank;      // SentencePiece: [n] of the merge that makes the token
     vector<int32_t> matched;    // the tokens that are looked for in the text as they are, sorted by their bytes
     uint32_t matched_from[257]; // where those with first byte b start in `matched`
 };
@@ -1530,14 +1619,18 @@ static size_t merge_slot(const vocab &v, int32_t left, int32_t right) {
     return i;
 }
 
-// Of two rules with the same pair the first in the list counts.
-static void index_merges(vocab &v, const vector<merge_rule> &rules) {
-    v.merges.assign(table_size(rules.size()), {-1, -1, -1, 0});
-    for (const merge_rule &r : rules) {
-        merge_rule &slot = v.merges[merge_slot(v, r.left, r.right)];
-        if (slot.left < 0)
-            slot = r;
-    }
+// SentencePiece merges any neighbours that together are a token, so that its rules need no table.
+static merged find_merge(const vocab &v, int32_t left, int32_t right) {
+    if (v.pre)
+        return v.merges[merge_slot(v, left, right)].result;
+    const string_view a = v.text[size_t(left)], b = v.text[size_t(right)];
+    char both[MAX_MATCH];
+    if (a.size() + b.size() > sizeof both)
+        return no_merge;
+    memcpy(both, a.data(), a.size());
+    memcpy(both + a.size(), b.data(), b.size());
+    const int32_t into = find_piece(v, {both, a.size() + b.size()});
+    return into < 0 ? no_merge : merged{into, v.rank[size_t(into)]};
 }
 
 // ---- loading ----
@@ -1646,55 +1739,52 @@ static void load_tokens(vocab &v, const model_file &f) {
     }
 }
 
+// Of two rules with the same pair the first counts.
 static void load_bpe_merges(vocab &v, const model_file &f) {
-    vector<merge_rule> rules;
+    const meta_array merges = f.need_array(KEY_MERGES, KIND_STRING);
+    if (merges.count > MAX_MERGES)
+        f.bad(KEY_MERGES, "has %llu entries, more than %llu", (unsigned long long)merges.count,
+              (unsigned long long)MAX_MERGES);
+    v.merges.assign(table_size(size_t(merges.count)), {-1, -1, no_merge});
     const byte_level level;
-    uint32_t rank = 0;
-    for (string_view s : f.need_array(KEY_MERGES, KIND_STRING)) {
+    uint32_t rank = 0, used = 0;
+    for (string_view s : merges) {
         const size_t space = s.find(' ', 1);
         if (space == s.npos || space + 1 == s.size())
             f.bad(KEY_MERGES, "entry %u is \"%s\", expected two tokens and a space between", rank, show(s).c_str());
         const string left = level.decode(s.substr(0, space)), right = level.decode(s.substr(space + 1));
-        const merge_rule r = {find_piece(v, left), find_piece(v, right), find_piece(v, left + right), rank++};
-        if (r.left >= 0 && r.right >= 0 && r.into >= 0)
-            rules.push_back(r);
+        const merge_rule r = {find_piece(v, left), find_piece(v, right), {find_piece(v, left + right), rank++}};
+        if (r.left < 0 || r.right < 0 || r.result.into < 0)
+            continue;
+        used++;
+        merge_rule &slot = v.merges[merge_slot(v, r.left, r.right)];
+        if (slot.left < 0)
+            slot = r;
     }
-    if (rank > rules.size())
-        log_msg(ENGINE_LOG_WARN, "%s: %s: %zu of %u entries name no tokens and are ignored", show_path(f.path).c_str(),
-                KEY_MERGES, rank - rules.size(), rank);
-    index_merges(v, rules);
+    if (rank > used)
+        log_msg(ENGINE_LOG_WARN, "%s: %s: %u of %u entries name no tokens and are ignored", show_path(f.path).c_str(),
+                KEY_MERGES, rank - used, rank);
 }
 
 // Ranks in the order of falling scores.
 static uint32_t score_rank(float score) {
-    score += 0.0f; // -0 is 0
-    uint32_t bits;
-    memcpy(&bits, &score, sizeof bits);
+    const uint32_t bits = float_bits(score + 0.0f); // -0 is 0
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-// SentencePiece merges any neighbours that together are a token, the best score first. Here each way to cut a token
-// into two becomes a rule. Tokens longer than 256 bytes are not made by merging, which bounds the work.
-static void load_spm_merges(vocab &v, const model_file &f) {
+// The best score goes first.
+static void load_spm_ranks(vocab &v, const model_file &f) {
     const meta_array scores = f.need_array(KEY_SCORES, KIND_FLOAT);
-    vector<merge_rule> rules;
-    for (int32_t id = 0; id < v.n; id++) {
-        const string_view s = v.text[size_t(id)];
-        if (std::isnan(scores.float_at(uint64_t(id))))
-            f.bad(KEY_SCORES, "entry %d is not a number", int(id));
-        if (v.type[size_t(id)] != TOKEN_NORMAL || s.size() > 256 || find_piece(v, s) != id)
-            continue;
-        const uint32_t rank = score_rank(float(scores.float_at(uint64_t(id))));
-        const char *end = s.data() + s.size();
-        for (const char *p = s.data(); (p += next_char(p, end).length) < end;) {
-            const size_t cut = size_t(p - s.data());
-            const int32_t left = find_piece(v, s.substr(0, cut)), right = find_piece(v, s.substr(cut));
-            if (left >= 0 && right >= 0)
-                rules.push_back({left, right, id, rank});
-            v.whole_text |= p[0] == ' ' && p[-1] != ' ';
-        }
+    v.rank.reserve(size_t(v.n));
+    for (size_t id = 0; id < size_t(v.n); id++) {
+        const string_view s = v.text[id];
+        const float score = float(scores.float_at(id));
+        if (std::isnan(score))
+            f.bad(KEY_SCORES, "entry %zu is not a number", id);
+        v.rank.push_back(score_rank(score));
+        for (size_t i = 1; i < s.size() && s.size() <= MAX_MATCH && v.type[id] == TOKEN_NORMAL; i++)
+            v.whole_text |= s[i] == ' ' && s[i - 1] != ' ';
     }
-    index_merges(v, rules);
 }
 
 // A text such as <|im_start|>. A file may call it user-defined, yet a conversation's structure hangs on it.
@@ -1708,15 +1798,19 @@ static bool is_marker(string_view s) {
     return false;
 }
 
-// Whether this one of v.matched is looked for on request only; the others are part of how any text is spelled.
+static bool is_end(const vocab &v, int32_t id) { return std::find(v.ends.begin(), v.ends.end(), id) != v.ends.end(); }
+
+// Whether this one of v.matched is looked for on request only; the others are part of how any text is spelled. What
+// ends a turn is never spelled by chance, whatever type the file gives it.
 static bool on_request(const vocab &v, int32_t id) {
-    return v.type[size_t(id)] != TOKEN_USER || is_marker(v.text[size_t(id)]);
+    return v.type[size_t(id)] != TOKEN_USER || is_marker(v.text[size_t(id)]) || is_end(v, id);
 }
 
 static void index_matched(vocab &v) {
     for (int32_t id = 0; id < v.n; id++) {
         const uint8_t t = v.type[size_t(id)];
-        if ((t == TOKEN_CONTROL || t == TOKEN_UNKNOWN || t == TOKEN_USER) && !v.text[size_t(id)].empty())
+        const size_t size = v.text[size_t(id)].size();
+        if ((t == TOKEN_CONTROL || t == TOKEN_UNKNOWN || t == TOKEN_USER) && size > 0 && size <= MAX_MATCH)
             v.matched.push_back(id);
     }
     auto text = [&v](int32_t id) { return v.text[size_t(id)]; };
@@ -1786,7 +1880,7 @@ static vocab load_vocab(const model_file &f) {
     v.space_prefix = !v.pre && f.get_bool("tokenizer.ggml.add_space_prefix", true);
     v.squeeze_spaces = !v.pre && f.get_bool("tokenizer.ggml.remove_extra_whitespaces", false);
     load_tokens(v, f);
-    v.pre ? load_bpe_merges(v, f) : load_spm_merges(v, f);
+    v.pre ? load_bpe_merges(v, f) : load_spm_ranks(v, f);
     index_matched(v);
     load_special_ids(v, f);
 
@@ -1906,8 +2000,9 @@ struct speller {
     static constexpr uint32_t NONE = UINT32_MAX;
     static constexpr size_t SHORT_WORD = 24; // symbols; up to this, looking through all pairs beats the queue
 
-    vector<int32_t> symbol;            // of the word that is being merged
-    vector<uint32_t> next, prev, rule; // neighbours of a symbol; in v.merges, how it merges with the next
+    vector<int32_t> symbol;      // of the word that is being merged
+    vector<uint32_t> next, prev; // neighbours of a symbol
+    vector<merged> rule;         // how a symbol merges with the next
     merge_queue queue;
 
     void bpe_word(string_view s) {
@@ -1957,15 +2052,9 @@ struct speller {
 
     // Looks up how symbol i merges with its right neighbour.
     void pair(uint32_t i) {
-        rule[i] = NONE;
-        if (next[i] == symbol.size())
-            return;
-        const size_t slot = merge_slot(v, symbol[i], symbol[next[i]]);
-        if (v.merges[slot].left < 0)
-            return;
-        rule[i] = uint32_t(slot);
-        if (symbol.size() > SHORT_WORD)
-            queue.push(v.merges[slot].rank, i);
+        rule[i] = next[i] < symbol.size() ? find_merge(v, symbol[i], symbol[next[i]]) : no_merge;
+        if (rule[i].into >= 0 && symbol.size() > SHORT_WORD)
+            queue.push(rule[i].rank, i);
     }
 
     // Sets i to the leftmost pair of the lowest rank; false when nothing merges any more.
@@ -1973,13 +2062,13 @@ struct speller {
         uint32_t rank = NONE;
         if (symbol.size() > SHORT_WORD) {
             while (queue.pop(rank, i))
-                if (rule[i] != NONE && v.merges[rule[i]].rank == rank) // else it is out of date
+                if (rule[i].into >= 0 && rule[i].rank == rank) // else it is out of date
                     return true;
             return false;
         }
         for (uint32_t j = 0; j < symbol.size(); j = next[j])
-            if (rule[j] != NONE && v.merges[rule[j]].rank < rank)
-                rank = v.merges[rule[j]].rank, i = j;
+            if (rule[j].into >= 0 && rule[j].rank < rank)
+                rank = rule[j].rank, i = j;
         return rank != NONE;
     }
 
@@ -1993,8 +2082,8 @@ struct speller {
             pair(i);
         for (uint32_t i; next_pair(i);) {
             const uint32_t gone = next[i];
-            symbol[i] = v.merges[rule[i]].into;
-            rule[gone] = NONE;
+            symbol[i] = rule[i].into;
+            rule[gone] = no_merge;
             next[i] = next[gone];
             if (next[i] < n)
                 prev[next[i]] = i;
@@ -2025,12 +2114,15 @@ static int32_t match_special(const vocab &v, string_view text, size_t at, bool p
         }
         if (at + n == text.size())
             break;
-        // Narrow the range to those that go on with the next byte.
+        // Narrow the range to those that go on with the next byte, unless all do.
         const int next = uint8_t(text[at + n]);
+        auto byte = [&](int32_t id) { return int(uint8_t(v.text[size_t(id)][n])); };
+        if (low < high && byte(v.matched[low]) == next && byte(v.matched[high - 1]) == next)
+            continue;
         auto below = [&](int limit) {
             const auto from = v.matched.begin() + std::ptrdiff_t(low), to = v.matched.begin() + std::ptrdiff_t(high);
-            auto is_below = [&](int32_t id) { return uint8_t(v.text[size_t(id)][n]) < limit; };
-            return size_t(std::partition_point(from, to, is_below) - v.matched.begin());
+            return size_t(std::partition_point(from, to, [&](int32_t id) { return byte(id) < limit; }) -
+                          v.matched.begin());
         };
         const size_t first_above = below(next + 1);
         low = below(next), high = first_above;
@@ -2039,9 +2131,10 @@ static int32_t match_special(const vocab &v, string_view text, size_t at, bool p
 }
 
 // Appends the ids of `text`, without BOS and EOS. User-defined tokens are matched in any text, as Hugging Face does
-// with added tokens; control tokens, and user-defined ones that are markers, only with parse_special. `literal` is null
-// or has a byte for each of text: what is not 0 there a user wrote, and in that nothing is matched on request. No match
-// reaches over a change of it. What lies between matches is spelled as one piece, whatever `literal` says.
+// with added tokens; control tokens, and user-defined ones that are markers or end a turn, only with parse_special.
+// `literal` is null or has a byte for each of text: what is not 0 there a user wrote, and in that nothing is matched on
+// request. No match reaches over a change of it. What lies between matches is spelled as one piece, whatever `literal`
+// says.
 static void tokenize(const vocab &v, string_view text, bool parse_special, const uint8_t *literal,
                      vector<int32_t> &out) {
     if (text.size() > INT_MAX)
@@ -2071,13 +2164,13 @@ static string_view token_bytes(const vocab &v, int32_t id, bool special) {
     return !special && (t == TOKEN_CONTROL || t == TOKEN_UNKNOWN) ? string_view() : v.text[size_t(id)];
 }
 
-// The bytes of a whole text, without the spaces that tokenize puts before raw text.
+// The bytes of a whole text, without the spaces that tokenize puts before raw text. All ids are below v.n.
 static string detokenize(const vocab &v, const int32_t *ids, size_t n, bool special) {
     string out;
     bool start = v.space_prefix; // raw text begins here
     for (size_t i = 0; i < n; i++) {
         string_view s = token_bytes(v, ids[i], special);
-        const uint8_t t = ids[i] >= 0 && ids[i] < v.n ? v.type[size_t(ids[i])] : uint8_t(TOKEN_CONTROL);
+        const uint8_t t = v.type[size_t(ids[i])];
         const bool raw = t != TOKEN_CONTROL && t != TOKEN_USER;
         if (raw && start && !s.empty() && s[0] == ' ')
             s.remove_prefix(1);
@@ -2086,8 +2179,6 @@ static string detokenize(const vocab &v, const int32_t *ids, size_t n, bool spec
     }
     return out;
 }
-
-static bool is_end(const vocab &v, int32_t id) { return std::find(v.ends.begin(), v.ends.end(), id) != v.ends.end(); }
 
 // ---------------------------------------------------------------------------------------------------
 // 5. TEMPLATE
@@ -2175,6 +2266,7 @@ struct tpl_run {
     int depth = 0, line = 0;
     time_t now = 0;
     bool as_parts = false;        // contents are lists of parts, see render_template()
+    bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
 
     ~tpl_run() {
@@ -2253,10 +2345,7 @@ static bool tpl_has_word(string_view list, string_view word) {
 // ---- text: UTF-8 characters, white space, case, search -----------------------------------------------------------
 
 static size_t tpl_char_bytes(string_view s, size_t at) {
-    size_t n = 1;
-    while (at + n < s.size() && n < 4 && (uint8_t(s[at + n]) & 0xc0) == 0x80 && uint8_t(s[at]) >= 0xc0)
-        n++;
-    return n;
+    return size_t(next_char(s.data() + at, s.data() + s.size()).length);
 }
 
 // The bytes before character n.
@@ -2318,12 +2407,17 @@ static tpl_value tpl_strip(tpl_run &r, const tpl_value &v, const tpl_value &set,
     return r.text(v.text().sub(from, to - from));
 }
 
-// Linear also for hostile patterns, unlike string::find.
+// Every comparison is counted: a hostile pattern makes as many as the two lengths multiplied.
 static size_t tpl_find(tpl_run &r, string_view s, string_view what, size_t from = 0) {
-    const void *p = memmem(s.data() + from, s.size() - from, what.data(), what.size());
-    size_t at = p ? size_t(static_cast<const char *>(p) - s.data()) : string::npos;
-    r.work(1 + ((p ? at : s.size()) - from + what.size()) / 16);
-    return at;
+    uint64_t compared = 0;
+    auto equal = [&](char a, char b) {
+        if (++compared % 1024 == 0)
+            r.work(1024 / 16);
+        return a == b;
+    };
+    auto p = std::search(s.begin() + from, s.end(), what.begin(), what.end(), equal);
+    r.work(1 + compared % 1024 / 16);
+    return p != s.end() || what.empty() ? size_t(p - s.begin()) : string::npos;
 }
 
 static tpl_value tpl_replace(tpl_run &r, const tpl_value &v, const tpl_value &old, const tpl_value &with,
@@ -2941,7 +3035,7 @@ static const tpl_builtin tpl_builtins[] = {
         tpl_lookup(r, *a, a[1]) ? *tpl_lookup(r, *a, a[1]) : a[2].kind ? a[2] : tpl_none())
 
     TPL_ROW(TPL_AS_FUNCTION, "raise_exception", "Amessage",
-        (tpl_bad(r.line, "%s", tpl_string(r, a[1]).bytes().c_str()), *a))
+        (r.refused = true, tpl_bad(r.line, "%s", tpl_string(r, a[1]).bytes().c_str()), *a))
     TPL_ROW(TPL_AS_FUNCTION, "strftime_now", "Sformat", tpl_strftime(r, a[1].bytes()))
     TPL_ROW(TPL_AS_FUNCTION, "namespace", "*", tpl_make_dict(r, TPL_NAMESPACE, all))
     TPL_ROW(TPL_AS_FUNCTION, "dict", "*", tpl_make_dict(r, TPL_DICT, all))
@@ -2970,12 +3064,6 @@ static tpl_value tpl_constant_text(string s) {
     v.h->text = tpl_text(std::move(s));
     return v;
 }
-
-// A template cut into tokens: immutable, and may be rendered by several threads at once.
-struct chat_template {
-    std::unique_ptr<string> source; // the tokens point into it
-    vector<tpl_token> tokens;
-};
 
 struct tpl_lexer {
     string_view src;
@@ -3099,24 +3187,19 @@ struct tpl_lexer {
     }
 };
 
-// The templates of model files come through here. The source is copied.
-static chat_template parse_template(string_view source) {
-    if (source.size() > TPL_MAX_SOURCE)
-        tpl_bad(1, "the template has %zu bytes, more than %zu", source.size(), TPL_MAX_SOURCE);
-    chat_template t;
-    t.source = std::make_unique<string>();
-    for (size_t i = 0; i < source.size(); i++) // CR LF and CR are newlines
-        if (source[i] != '\r')
-            *t.source += source[i];
-        else if (i + 1 == source.size() || source[i + 1] != '\n')
-            *t.source += '\n';
-    if (!t.source->empty() && t.source->back() == '\n')
-        t.source->pop_back();
-    tpl_lexer lexer;
-    lexer.src = *t.source;
-    lexer.run();
-    t.tokens = std::move(lexer.out);
-    return t;
+// What the template's text is to the lexer: CR LF and CR are newlines, and the last one does not count.
+static string tpl_source(string_view s) {
+    if (s.size() > TPL_MAX_SOURCE)
+        tpl_bad(1, "the template has %zu bytes, more than %zu", s.size(), TPL_MAX_SOURCE);
+    string out;
+    for (size_t i = 0; i < s.size(); i++)
+        if (s[i] != '\r')
+            out += s[i];
+        else if (i + 1 == s.size() || s[i + 1] != '\n')
+            out += '\n';
+    if (!out.empty() && out.back() == '\n')
+        out.pop_back();
+    return out;
 }
 
 // ---- tokens at work ---------------------------------------------------------------------------------------------
@@ -3609,92 +3692,84 @@ struct chat_text {
     string literal; // literal[i] != 0: byte i came from a message, so special tokens are not parsed in it
 };
 
-struct template_options {
-    bool add_generation_prompt = false;
-    string_view bos, eos;                                  // what the template calls bos_token and eos_token
-    vector<std::pair<string_view, string_view>> arguments; // name, value: true, false, none, a number, "text" or text
-    time_t now = 0;                                        // for strftime_now; 0: the clock
+struct template_limits {
     uint64_t max_steps = TPL_MAX_STEPS, max_memory = TPL_MAX_MEMORY; // a longer conversation gets more
+    time_t now = 0;                                                  // for strftime_now; 0: the clock
 };
 
-static tpl_value tpl_argument(tpl_run &r, string_view s) {
-    if (tpl_has_word("true True false False", s))
-        return tpl_bool((s[0] | 32) == 't');
-    if (tpl_has_word("none None null", s))
-        return tpl_none();
-    if (s.size() > 1 && s[0] == '"' && s.back() == '"')
-        return r.text(s.substr(1, s.size() - 2), TPL_GIVEN);
-    const tpl_value text = r.text(s, TPL_GIVEN), number = tpl_number(text);
-    return number.kind ? number : text;
-}
-
-static tpl_text tpl_render(const chat_template &t, const vector<chat_message> &messages, const template_options &o,
-                           bool as_parts) {
+// The interpreter before it starts: budget and variables.
+static void tpl_prepare(tpl_interpreter &in, const vector<chat_message> &messages, bool add_generation_prompt,
+                        string_view bos, string_view eos, const template_limits &limits) {
     uint64_t bytes = 0;
     for (const chat_message &m : messages)
         bytes += m.role.size() + m.content.size();
-    tpl_interpreter in(t.tokens);
     tpl_run &r = in.r;
-    r.max_steps = o.max_steps + 1000 * messages.size() + bytes;
-    r.max_live = o.max_memory + 4096 * messages.size() + 16 * bytes;
-    r.now = o.now ? o.now : time(nullptr);
-    r.as_parts = as_parts;
-    tpl_text out;
-    in.out = &out;
+    r.max_steps = limits.max_steps + 1000 * messages.size() + bytes;
+    r.max_live = limits.max_memory + 4096 * messages.size() + 16 * bytes;
+    r.now = limits.now ? limits.now : time(nullptr);
     vector<tpl_value> list;
     for (const chat_message &m : messages) {
         tpl_value content = r.text(m.content, TPL_CONTENT);
-        if (as_parts)
+        if (r.as_parts)
             content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
         list.push_back(r.make(TPL_DICT, {}, {r.text("role"), r.text(m.role, TPL_GIVEN), r.text("content"), content}));
     }
     in.set("messages", r.list(std::move(list)));
     in.set("tools", tpl_none()); // as Hugging Face does: templates ask "is not none"
     in.set("documents", tpl_none());
-    in.set("add_generation_prompt", tpl_bool(o.add_generation_prompt));
-    in.set("bos_token", r.text(o.bos));
-    in.set("eos_token", r.text(o.eos));
+    in.set("add_generation_prompt", tpl_bool(add_generation_prompt));
+    in.set("bos_token", r.text(bos));
+    in.set("eos_token", r.text(eos));
     for (int64_t i = 0; tpl_builtins[i].names; i++)
         if (tpl_builtins[i].roles & TPL_AS_FUNCTION)
             in.set(tpl_builtins[i].names, {TPL_FUNCTION, i, nullptr});
-    for (auto &a : o.arguments)
-        in.set(a.first, tpl_argument(r, a.second));
-    in.block({TPL_WORD, 1, "template", {}}, "");
-    return out;
 }
 
 // Contents are strings. Some templates expect a list of {type: "text", text: ...} instead: they fail on a string, or
-// print nothing of it. Then the list is tried, and used when it brings the content out.
-static chat_text render_template(const chat_template &t, const vector<chat_message> &messages,
-                                 const template_options &o) {
-    auto shows_content = [](const tpl_text &x) { return x.marks.find(TPL_CONTENT) != string::npos; };
-    tpl_text text, second;
-    Error first{0, ""};
-    try {
-        text = tpl_render(t, messages, o, false);
-    } catch (Error &e) {
-        first = std::move(e);
-    }
-    bool any = std::any_of(messages.begin(), messages.end(), [](const chat_message &m) { return !m.content.empty(); });
-    if (first.code || (any && !shows_content(text))) {
-        try {
-            second = tpl_render(t, messages, o, true);
-        } catch (const Error &) {
-        }
-        if (shows_content(second))
-            return {std::move(second.bytes), std::move(second.marks)};
-    }
-    if (first.code)
-        throw first;
-    return {std::move(text.bytes), std::move(text.marks)};
-}
-
+// print nothing of it. Then the list is tried, and used when it brings the content out. But what the template refuses
+// with raise_exception stays refused: the other form must not get past it.
 static chat_text render_template(string_view source, const vector<chat_message> &messages, bool add_generation_prompt,
-                                 string_view bos, string_view eos,
-                                 const vector<std::pair<string_view, string_view>> &arguments = {}) {
-    template_options o;
-    o.add_generation_prompt = add_generation_prompt, o.bos = bos, o.eos = eos, o.arguments = arguments;
-    return render_template(parse_template(source), messages, o);
+                                 string_view bos, string_view eos, const template_limits &limits = {}) {
+    tpl_lexer lexer;
+    const string text = tpl_source(source); // the tokens point into it
+    lexer.src = text;
+    lexer.run();
+    struct outcome {
+        tpl_text out;
+        Error error{0, ""};
+        bool refused = false, shows_content = false;
+    };
+    auto render = [&](bool as_parts) {
+        outcome o;
+        tpl_interpreter in(lexer.out);
+        in.r.as_parts = as_parts;
+        in.out = &o.out;
+        try {
+            tpl_prepare(in, messages, add_generation_prompt, bos, eos, limits);
+            in.block({TPL_WORD, 1, "template", {}}, "");
+            o.shows_content = o.out.marks.find(TPL_CONTENT) != string::npos;
+        } catch (Error &e) {
+            o.error = std::move(e);
+        }
+        o.refused = in.r.refused;
+        return o;
+    };
+    auto content_beside = [&](const char *blanks) {
+        return std::any_of(messages.begin(), messages.end(), [&](const chat_message &m) {
+            return m.content.find_first_not_of(blanks) != string::npos;
+        });
+    };
+    outcome o = render(false);
+    const bool failed = o.error.code != 0;
+    if (!o.refused && (failed || (!o.shows_content && content_beside("")))) {
+        outcome parts = render(true);
+        // A template that trims blank contents away does not miss them.
+        if (parts.shows_content || (parts.refused && (failed || content_beside(" \t\r\n"))))
+            o = std::move(parts);
+    }
+    if (o.error.code)
+        throw std::move(o.error);
+    return {std::move(o.out.bytes), std::move(o.out.marks)};
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -3702,7 +3777,7 @@ static chat_text render_template(string_view source, const vector<chat_message> 
 //
 // From a file to weights that FORWARD can run: the architecture table, hyper-parameters, the rotary
 // frequencies, and the binding of every tensor to its field, with its shape checked. The only chapter that
-// knows architectures by name. Invariant: after load_model, every shape fits every other one.
+// knows architectures by name. Invariant: after load_weights, every shape fits every other one.
 // ---------------------------------------------------------------------------------------------------
 
 // What distinguishes one dense decoder from another. A new one should cost one row here.
@@ -3758,51 +3833,6 @@ struct weights {
     int64_t decode_bytes = 0;
 };
 
-// exp, log, sin and cos in double from +, *, fma and rounding alone, so that every C library gives the same
-// bits. Within about 2 units in the last place.
-static double exact_exp(double x) {
-    if (!(x > -708))
-        return x != x ? x : 0;
-    if (x > 709)
-        return HUGE_VAL;
-    const double k = std::nearbyint(x * 1.4426950408889634);
-    const double r = std::fma(k, -1.9082149292705877e-10, std::fma(k, -0.6931471803691238, x));
-    double sum = 1; // Taylor, |r| <= 0.347
-    for (int n = 14; n > 0; n--)
-        sum = std::fma(sum, r / n, 1);
-    return std::ldexp(sum, int(k));
-}
-static double exact_log(double x) { // x > 0
-    int e;
-    double m = std::frexp(x, &e);
-    if (m < 0.7071067811865476)
-        m *= 2, e--;
-    const double t = (m - 1) / (m + 1), t2 = t * t;
-    double sum = 0; // 2 artanh(t), |t| <= 0.172
-    for (int n = 23; n > 0; n -= 2)
-        sum = std::fma(sum, t2, 1.0 / n);
-    return std::fma(2 * t, sum, double(e) * 0.6931471805599453);
-}
-static void exact_sin_cos(double x, double *s, double *c) { // |x| < 2^30
-    const double k = std::nearbyint(x * 0.6366197723675814);
-    double r = std::fma(k, -1.5707963267948966, x); // pi/2 in two parts
-    r = std::fma(k, -6.123233995736766e-17, r);
-    const double r2 = r * r;
-    double sn = 1, cs = 1; // Taylor, |r| <= 0.786
-    for (int n = 16; n > 0; n -= 2) {
-        sn = std::fma(sn, -r2 / (n * (n + 1)), 1);
-        cs = std::fma(cs, -r2 / (n * (n - 1)), 1);
-    }
-    sn *= r;
-    const int64_t quadrant = int64_t(k) & 3;
-    *s = quadrant & 1 ? cs : sn;
-    *c = quadrant & 1 ? sn : cs;
-    if (quadrant & 2)
-        *s = -*s;
-    if (quadrant == 1 || quadrant == 2)
-        *c = -*c;
-}
-
 // The angle per position of each rotary pair: base^(-2i/n), changed by the file's scaling rule. Linear divides by
 // the factor; YaRN (arXiv 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and
 // scales attention; Llama-3 files carry the divisors as a tensor.
@@ -3822,8 +3852,8 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
         for (int i = 0; i < half; i++) {
             float divisor;
             memcpy(&divisor, t->data + 4 * i, 4);
-            if (!(divisor > 0 && divisor <= 1e6f))
-                f.bad("rope_freqs.weight", "entry %d is %g, expected a positive number", i, double(divisor));
+            if (!(divisor >= 0.25f && divisor <= 1e6f)) // so that an angle stays below 2^30 in any context
+                f.bad("rope_freqs.weight", "entry %d is %g, expected 0.25 to 1e6", i, double(divisor));
             w.freqs[size_t(i)] /= double(divisor);
         }
     }
@@ -3833,14 +3863,17 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
     if (type.empty() && f.meta(key("rope.scale_linear")))
         type = "linear", factor = f.get_float(key("rope.scale_linear"), 1.0);
     hp.rope_scale = float(f.get_float(key("rope.scaling.attn_factor"), 1.0));
-    if (type.empty() || type == "none" || factor == 0)
+    if (type.empty() || type == "none")
         return;
-    if (!(factor >= 1e-3 && factor <= 1e6))
-        f.bad(key("rope.scaling.factor"), "%g is out of range", factor);
+    if (type != "linear" && type != "yarn")
+        fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)",
+             f.path.c_str(), key("rope.scaling.type").c_str(), show(type).c_str());
+    if (!(factor >= 1 && factor <= 1e6))
+        f.bad(key("rope.scaling.factor"), "%g, but scaling \"%s\" needs a factor of 1 to 1e6", factor, type.c_str());
     if (type == "linear") {
         for (double &x : w.freqs)
             x /= factor;
-    } else if (type == "yarn") {
+    } else { // yarn
         const double n_orig =
             double(f.get_int(key("rope.scaling.original_context_length"), hp.n_ctx_train, 1, INT_MAX));
         const double fast = f.get_float(key("rope.scaling.yarn_beta_fast"), 32.0);
@@ -3858,9 +3891,6 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
             w.freqs[size_t(i)] *= (1 - ramp) + ramp / factor;
         }
         hp.rope_scale *= float(1 + 0.1 * exact_log(factor));
-    } else {
-        fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)",
-             f.path.c_str(), key("rope.scaling.type").c_str(), show(type).c_str());
     }
 }
 
@@ -3880,6 +3910,9 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
         f.bad((prefix + "attention.head_count"), "%d does not divide embedding_length %d", hp.n_head, hp.n_embd);
     hp.dim_k = get("attention.key_length", std::max(1, hp.n_embd / hp.n_head));
     hp.dim_v = get("attention.value_length", hp.dim_k);
+    if (int64_t(hp.n_head) * std::max(hp.dim_k, hp.dim_v) > INT_MAX)
+        f.bad(prefix + "attention.head_count", "%d heads of %d values are too many", hp.n_head,
+              std::max(hp.dim_k, hp.dim_v));
     hp.n_rot = get("rope.dimension_count", hp.dim_k);
     if (hp.n_rot > hp.dim_k || hp.n_rot % 2)
         f.bad((prefix + "rope.dimension_count"), "%d: expected an even number up to the head size %d", hp.n_rot,
@@ -3987,21 +4020,24 @@ static layer load_layer(binder &b, const hparams &hp, unsigned flags, int i) {
     return l;
 }
 
-static weights load_weights(const model_file &f, const vocab &v, backend *be, const backend_ops &ops) {
-    const string name(f.need_string("general.architecture"));
-    const arch *a = nullptr;
+// The row of the file's architecture, or an Error that names it.
+static const arch &find_arch(const model_file &f) {
+    const string_view name = f.need_string("general.architecture");
     string known;
-    for (const arch &row : arch_table) {
-        known += string(known.empty() ? "" : ", ") + row.name;
-        if (name == row.name)
-            a = &row;
+    for (const arch &a : arch_table) {
+        if (name == a.name)
+            return a;
+        known += string(known.empty() ? "" : ", ") + a.name;
     }
-    if (!a)
-        fail(ENGINE_EUNSUPPORTED, "%s: general.architecture: \"%s\" is not supported (%s are)", f.path.c_str(),
-             show(name).c_str(), known.c_str());
-    const string prefix = name + ".";
+    fail(ENGINE_EUNSUPPORTED, "%s: general.architecture: \"%s\" is not supported (%s are)", f.path.c_str(),
+         show(name).c_str(), known.c_str());
+}
+
+static weights load_weights(const model_file &f, const vocab &v, backend *be, const backend_ops &ops) {
+    const arch &a = find_arch(f);
+    const string prefix = string(a.name) + ".";
     weights w;
-    w.hp = load_hparams(f, *a, prefix, v);
+    w.hp = load_hparams(f, a, prefix, v);
     const hparams &hp = w.hp;
     load_rotary(f, prefix, w);
 
@@ -4012,19 +4048,20 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
     if (!w.out.data.handle)
         w.out = w.embed;
     for (int i = 0; i < hp.n_layer; i++)
-        w.layers.push_back(load_layer(b, hp, a->flags, i));
+        w.layers.push_back(load_layer(b, hp, a.flags, i));
 
-    // A tensor that was not bound would be left out of the computation: an error, unless it is known to be harmless.
+    // A tensor that was not bound would be left out of the computation: an error. Parts for pictures (v., mm.), which some
+    // files carry along, do not touch text.
     std::sort(b.used.begin(), b.used.end());
     for (const tensor_info &t : f.tensors) {
         if (std::binary_search(b.used.begin(), b.used.end(), t.name)) {
             if (t.name != "token_embd.weight" || w.out.data.handle == w.embed.data.handle)
                 w.decode_bytes += int64_t(t.bytes);
-        } else if (t.name.substr(0, 4) == "blk.") {
-            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here",
-                 f.path.c_str(), show(t.name).c_str(), a->name);
-        } else if (t.name != "rope_freqs.weight") {
+        } else if (t.name.substr(0, 2) == "v." || t.name.substr(0, 3) == "mm.") {
             log_msg(ENGINE_LOG_WARN, "%s: tensor %s is not used", f.path.c_str(), show(t.name).c_str());
+        } else if (t.name != "rope_freqs.weight") {
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here",
+                 f.path.c_str(), show(t.name).c_str(), a.name);
         }
     }
     return w;
@@ -4070,7 +4107,8 @@ struct backend {
     thread_pool pool;
     cpu_level level;
     buffer scratch;
-    const char *error = nullptr;
+    const char *error = nullptr; // the first since the last sync
+    bool no_memory = false;      // and whether it is a shortage of memory
 
     explicit backend(int n_threads) : pool(n_threads), level(cpu_detect()) {}
 };
@@ -4078,6 +4116,11 @@ struct backend {
 namespace {
 
 template <class T> static T *at(mem m) { return reinterpret_cast<T *>(static_cast<uint8_t *>(m.handle) + m.offset); }
+
+static void cpu_error(backend *be, const char *what, bool no_memory = false) {
+    if (!be->error)
+        be->error = what, be->no_memory = no_memory;
+}
 
 // At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null,
 // with the error latched, when memory ends.
@@ -4087,7 +4130,7 @@ static uint8_t *cpu_scratch(backend *be, uint64_t bytes) {
             be->scratch = buffer();
             be->scratch = buffer(bytes, "scratch memory");
         } catch (const Error &) {
-            be->error = "out of memory for the operations' scratch space";
+            cpu_error(be, "out of memory for the operations' scratch space", true);
             return nullptr;
         }
     }
@@ -5149,7 +5192,7 @@ static void quantize_rows(backend *be, matmul_job &m, const float *x, uint8_t *o
 static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
     const format *f = find_format(w->type);
     if (!f || op->n_in % f->block != 0) {
-        be->error = be->error ? be->error : "matmul: the weight's format does not fit";
+        cpu_error(be, "matmul: the weight's format does not fit");
         return;
     }
     if (op->n_rows <= 0 || op->n_out <= 0 || op->n_group <= 0)
@@ -5217,11 +5260,6 @@ template <auto BODY, class... A> static void cpu_at(cpu_level level, A... args) 
 #endif
     (void)level;
     BODY(args...);
-}
-
-static void cpu_error(backend *be, const char *what) {
-    if (!be->error)
-        be->error = what;
 }
 
 // body(t) for each row t, which takes `work` elementary steps. Little work stays on the calling thread, since waking
@@ -5294,9 +5332,10 @@ static void cpu_put(backend *, mem to, const void *from, uint64_t bytes) { memcp
 
 static void cpu_get(backend *, void *to, mem from, uint64_t bytes) { memcpy(to, at<uint8_t>(from), bytes); }
 
-static const char *cpu_sync(backend *be) {
+static const char *cpu_sync(backend *be, int32_t *no_memory) {
     const char *error = be->error;
-    be->error = nullptr;
+    *no_memory = be->no_memory;
+    be->error = nullptr, be->no_memory = false;
     return error;
 }
 
@@ -6073,9 +6112,10 @@ struct work_area {
     vector<int32_t> token, pos, seq, out_row;
     vector<float> rotary;
 
-    vector<mem *> all() {
-        return {&x,    &normed, &q,        &k,      &v,      &att,      &gate,       &up,
-                &tail, &logits, &st.token, &st.pos, &st.seq, &st.table, &st.out_row, &st.rotary[0]};
+    template <class F> void each(F &&f) {
+        for (mem *m : {&x, &normed, &q, &k, &v, &att, &gate, &up, &tail, &logits, &st.token, &st.pos, &st.seq,
+                       &st.table, &st.out_row, &st.rotary[0]})
+            f(*m);
     }
 };
 enum { OUT_ROWS = 32 }; // rows of logits computed at a time
@@ -6095,47 +6135,50 @@ struct engine_model {
 
     engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
         : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
-    ~engine_model() {
-        for (mem *to : work.all())
-            if (to->handle)
-                ops->free(be.get(), *to);
+    ~engine_model() { release(work); }
+
+    // Makes the work area large enough for `rows` rows and a page table of `table_len`. When that fails, the old one stays.
+    void reserve(int rows, int table_len) {
+        if (rows <= work.max_rows && table_len <= work.st.table_len)
+            return;
+        const hparams &hp = w.hp;
+        work_area next;
+        next.max_rows = std::max(rows, work.max_rows);
+        next.st.table_len = std::max(table_len, work.st.table_len);
+        const auto alloc = [&](mem &to, uint64_t n_rows, uint64_t width) {
+            to = ops->alloc(be.get(), n_rows * width * 4);
+            if (!to.handle) {
+                release(next);
+                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill",
+                     double(n_rows * width) * 4 / (1 << 20));
+            }
+        };
+        const uint64_t r = uint64_t(next.max_rows), heads = uint64_t(hp.n_head), kv = uint64_t(hp.n_head_kv);
+        const uint64_t dk = uint64_t(hp.dim_k), dv = uint64_t(hp.dim_v);
+        for (mem *to : {&next.x, &next.normed, &next.tail})
+            alloc(*to, r, uint64_t(hp.n_embd));
+        alloc(next.q, r, heads * std::max(dk, dv)); // attention's output rows are gathered here too
+        alloc(next.k, r, kv * dk);
+        alloc(next.v, r, kv * dv);
+        alloc(next.att, r, heads * dv);
+        alloc(next.gate, r, uint64_t(hp.n_ff));
+        alloc(next.up, r, uint64_t(hp.n_ff));
+        alloc(next.logits, OUT_ROWS, uint64_t(hp.n_vocab));
+        for (mem *to : {&next.st.token, &next.st.pos, &next.st.seq, &next.st.out_row})
+            alloc(*to, r, 1);
+        alloc(next.st.rotary[0], r, uint64_t(hp.n_rot));
+        alloc(next.st.table, 1, uint64_t(next.st.table_len));
+        release(work);
+        work = std::move(next);
     }
 
-    // Makes the work area large enough for `rows` rows and a page table of `table_len`.
-    void reserve(int rows, int table_len) {
-        const hparams &hp = w.hp;
-        const auto grow = [&](mem &to, uint64_t n_floats) {
-            if (to.handle)
-                ops->free(be.get(), to);
-            to = ops->alloc(be.get(), n_floats * 4);
-            if (!to.handle)
-                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill",
-                     double(n_floats) * 4 / (1 << 20));
-        };
-        if (rows > work.max_rows) {
-            work.max_rows = 0; // should an allocation fail, the next session tries again
-            const uint64_t r = uint64_t(rows), heads = uint64_t(hp.n_head), kv = uint64_t(hp.n_head_kv);
-            const uint64_t dk = uint64_t(hp.dim_k), dv = uint64_t(hp.dim_v);
-            grow(work.x, r * uint64_t(hp.n_embd));
-            grow(work.normed, r * uint64_t(hp.n_embd));
-            grow(work.tail, r * uint64_t(hp.n_embd));
-            grow(work.q, r * heads * std::max(dk, dv));
-            grow(work.k, r * kv * dk);
-            grow(work.v, r * kv * dv);
-            grow(work.att, r * heads * dv);
-            grow(work.gate, r * uint64_t(hp.n_ff));
-            grow(work.up, r * uint64_t(hp.n_ff));
-            grow(work.logits, uint64_t(OUT_ROWS) * uint64_t(hp.n_vocab));
-            for (mem *to : {&work.st.token, &work.st.pos, &work.st.seq, &work.st.out_row})
-                grow(*to, r);
-            grow(work.st.rotary[0], r * uint64_t(hp.n_rot));
-            work.max_rows = rows;
-        }
-        if (table_len > work.st.table_len) {
-            work.st.table_len = 0;
-            grow(work.st.table, uint64_t(table_len));
-            work.st.table_len = table_len;
-        }
+  private:
+    void release(work_area &area) {
+        area.each([&](mem &m) {
+            if (m.handle)
+                ops->free(be.get(), m);
+            m = {};
+        });
     }
 };
 
@@ -6165,7 +6208,10 @@ static void put_step(engine_model &m, const kv_cache &cache, const int32_t *toke
             cs[2 * i + 1] = float(s * double(hp.rope_scale));
         }
     }
-    const auto put = [&](mem to, const void *from, size_t count) { m.ops->put(m.be.get(), to, from, count * 4); };
+    const auto put = [&](mem to, const void *from, size_t count) {
+        if (count)
+            m.ops->put(m.be.get(), to, from, count * 4);
+    };
     put(wa.st.token, wa.token.data(), n);
     put(wa.st.pos, wa.pos.data(), n);
     put(wa.st.seq, wa.seq.data(), n);
@@ -6175,7 +6221,7 @@ static void put_step(engine_model &m, const kv_cache &cache, const int32_t *toke
 }
 
 // The helper for every weight: y = W x (+ bias), or y += when `accumulate`.
-static void project(engine_model &m, mem y, const mat &w, mem bias, mem x, int n_rows, bool accumulate = false) {
+static void matmul(engine_model &m, mem y, const mat &w, mem bias, mem x, int n_rows, bool accumulate = false) {
     matmul_op op = {};
     op.n_rows = n_rows;
     op.n_in = op.ld_x = w.n_in;
@@ -6188,7 +6234,7 @@ static void project(engine_model &m, mem y, const mat &w, mem bias, mem x, int n
 }
 
 // RMS norm over each of n_part parts of n values; y may be x.
-static void normalise(engine_model &m, mem y, mem x, mem weight, int n_rows, int n_part, int n) {
+static void norm(engine_model &m, mem y, mem x, mem weight, int n_rows, int n_part, int n) {
     norm_op op = {};
     op.n_rows = n_rows;
     op.n_part = n_part;
@@ -6199,7 +6245,7 @@ static void normalise(engine_model &m, mem y, mem x, mem weight, int n_rows, int
     m.ops->norm(m.be.get(), &op, y, x, weight);
 }
 
-static void rotate(engine_model &m, mem x, int n_rows, int n_head) {
+static void rope(engine_model &m, mem x, int n_rows, int n_head) {
     const hparams &hp = m.w.hp;
     rope_op op = {};
     op.n_rows = n_rows;
@@ -6211,7 +6257,7 @@ static void rotate(engine_model &m, mem x, int n_rows, int n_head) {
     m.ops->rope(m.be.get(), &op, x, &m.work.st);
 }
 
-static void gather(engine_model &m, mem y, mem x, int n_rows, int n) {
+static void rows(engine_model &m, mem y, mem x, int n_rows, int n) {
     rows_op op = {n_rows, n};
     m.ops->rows(m.be.get(), &op, y, x, &m.work.st);
 }
@@ -6220,16 +6266,16 @@ static void gather(engine_model &m, mem y, mem x, int n_rows, int n) {
 static void attention_inputs(engine_model &m, const layer &l, const seg &s, int n_rows) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
-    normalise(m, wa.normed, wa.x, l.attn_norm, n_rows, 1, hp.n_embd);
-    project(m, wa.q, l.wq, l.bq, wa.normed, n_rows);
-    project(m, wa.k, l.wk, l.bk, wa.normed, n_rows);
-    project(m, wa.v, l.wv, l.bv, wa.normed, n_rows);
+    norm(m, wa.normed, wa.x, l.attn_norm, n_rows, 1, hp.n_embd);
+    matmul(m, wa.q, l.wq, l.bq, wa.normed, n_rows);
+    matmul(m, wa.k, l.wk, l.bk, wa.normed, n_rows);
+    matmul(m, wa.v, l.wv, l.bv, wa.normed, n_rows);
     if (l.q_norm.handle) {
-        normalise(m, wa.q, wa.q, l.q_norm, n_rows, hp.n_head, hp.dim_k);
-        normalise(m, wa.k, wa.k, l.k_norm, n_rows, hp.n_head_kv, hp.dim_k);
+        norm(m, wa.q, wa.q, l.q_norm, n_rows, hp.n_head, hp.dim_k);
+        norm(m, wa.k, wa.k, l.k_norm, n_rows, hp.n_head_kv, hp.dim_k);
     }
-    rotate(m, wa.q, n_rows, hp.n_head);
-    rotate(m, wa.k, n_rows, hp.n_head_kv);
+    rope(m, wa.q, n_rows, hp.n_head);
+    rope(m, wa.k, n_rows, hp.n_head_kv);
     kv_put_op put = {};
     put.n_rows = n_rows;
     put.n_head_kv = hp.n_head_kv;
@@ -6262,15 +6308,15 @@ static void attend_rows(engine_model &m, const seg &s, int n_rows, int64_t n_tok
 static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
-    normalise(m, wa.normed, x, l.ffn_norm, n_rows, 1, hp.n_embd);
-    project(m, wa.gate, l.gate, l.b_gate, wa.normed, n_rows);
-    project(m, wa.up, l.up, l.b_up, wa.normed, n_rows);
+    norm(m, wa.normed, x, l.ffn_norm, n_rows, 1, hp.n_embd);
+    matmul(m, wa.gate, l.gate, l.b_gate, wa.normed, n_rows);
+    matmul(m, wa.up, l.up, l.b_up, wa.normed, n_rows);
     glu_op op = {};
     op.n_rows = n_rows;
     op.n = op.ld_gate = op.ld_up = op.ld_y = hp.n_ff;
     op.kind = hp.glu;
     m.ops->glu(m.be.get(), &op, wa.gate, wa.gate, wa.up);
-    project(m, x, l.down, l.b_down, wa.gate, n_rows, true);
+    matmul(m, x, l.down, l.b_down, wa.gate, n_rows, true);
 }
 
 // Evaluates tokens [n_rows] at positions pos0 and up of the cache, which must have room. The final hidden states of
@@ -6299,12 +6345,12 @@ static bool forward(engine_model &m, const kv_cache &cache, const int32_t *token
             break; // later rows need this layer's keys and values, and nothing else of it
         attend_rows(m, s, n_rows, pos0 + n_rows);
         if (last && n_out < n_rows) {
-            gather(m, wa.tail, wa.x, n_out, hp.n_embd);
-            gather(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
-            project(m, wa.tail, l.wo, l.bo, wa.q, n_out, true);
+            rows(m, wa.tail, wa.x, n_out, hp.n_embd);
+            rows(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
+            matmul(m, wa.tail, l.wo, l.bo, wa.q, n_out, true);
             feed_forward(m, l, wa.tail, n_out);
         } else {
-            project(m, wa.x, l.wo, l.bo, wa.att, n_rows, true);
+            matmul(m, wa.x, l.wo, l.bo, wa.att, n_rows, true);
             feed_forward(m, l, wa.x, n_rows);
         }
     }
@@ -6317,10 +6363,10 @@ static bool forward(engine_model &m, const kv_cache &cache, const int32_t *token
 static void read_logits(engine_model &m, int first, int n, float *out) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
-    mem rows = wa.tail;
-    rows.offset += uint64_t(first) * uint64_t(hp.n_embd) * 4;
-    normalise(m, wa.normed, rows, m.w.out_norm, n, 1, hp.n_embd);
-    project(m, wa.logits, m.w.out, mem(), wa.normed, n);
+    mem x = wa.tail;
+    x.offset += uint64_t(first) * uint64_t(hp.n_embd) * 4;
+    norm(m, wa.normed, x, m.w.out_norm, n, 1, hp.n_embd);
+    matmul(m, wa.logits, m.w.out, mem(), wa.normed, n);
     m.ops->get(m.be.get(), out, wa.logits, uint64_t(n) * uint64_t(hp.n_vocab) * 4);
 }
 
@@ -6414,7 +6460,7 @@ static int32_t sample(const vector<float> &logits, const engine_sampling &opt, u
     for (const candidate &c : pick)
         if ((target -= weight(c.logit, best, double(opt.temperature))) < 0)
             return c.id;
-    return pick.front().id;
+    return best_id(logits); // rounding ate the last piece of `target`
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -6435,8 +6481,12 @@ struct engine_session {
     int64_t n_done = 0;     // of these, evaluated
     bool have_logits = false;
     vector<float> logits;   // [n_vocab]
+    vector<float> rows;     // [OUT_ROWS, n_vocab], when logits of all rows are wanted
     vector<candidate> pick; // the sampler's room
     std::atomic<bool> cancel{false};
+    bool busy = false;             // a call is computing; callbacks may not start another
+    int64_t bad_row = 0;           // ENGINE_ENUMERIC: the token whose logits are not finite
+    const char *failure = nullptr; // what the backend said
     engine_progress_fn progress = nullptr;
     void *progress_user = nullptr;
     engine_session_stats stats = {};
@@ -6463,24 +6513,54 @@ static bool all_finite(const float *x, size_t n) {
     return most < 0x7f800000u;
 }
 
-// Passes the logits of the n rows that forward left in the work area to fn, in order.
-static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *user, int64_t first) {
-    engine_model &m = s.model;
+// Waits for the backend and keeps what it complains of.
+static int finish(engine_session &s) {
+    int32_t no_memory = 0;
+    s.failure = s.model.ops->sync(s.model.be.get(), &no_memory);
+    return !s.failure ? ENGINE_OK : no_memory ? ENGINE_ENOMEM : ENGINE_EINTERNAL;
+}
+
+// Passes the logits of the n rows that forward left in the work area to fn, in order; fn knows the first as `index`.
+static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *user, int64_t index) {
     const size_t width = s.logits.size();
-    vector<float> rows(size_t(std::min(n, int(OUT_ROWS))) * width);
     for (int r = 0; r < n; r += OUT_ROWS) {
         const int count = std::min(n - r, int(OUT_ROWS));
-        read_logits(m, r, count, rows.data());
-        if (m.ops->sync(m.be.get()))
-            return ENGINE_EINTERNAL;
+        read_logits(s.model, r, count, s.rows.data());
+        if (const int code = finish(s))
+            return code;
         for (int i = 0; i < count; i++) {
-            const float *row = &rows[size_t(i) * width];
-            if (!all_finite(row, width))
+            const float *row = &s.rows[size_t(i) * width];
+            if (!all_finite(row, width)) {
+                s.bad_row = s.n_done + r + i;
                 return ENGINE_ENUMERIC;
-            std::copy(row, row + width, s.logits.begin());
-            if (fn(user, size_t(first + r + i), row))
+            }
+            if (fn(user, size_t(index + r + i), row))
                 return ENGINE_ECANCELLED;
+            std::copy(row, row + width, s.logits.begin());
         }
+    }
+    return ENGINE_OK;
+}
+
+// One chunk, under the model's lock: n tokens from n_done on.
+static int evaluate_chunk(engine_session &s, int n, bool last, engine_logits_fn fn, void *user, int64_t index) {
+    engine_model &m = s.model;
+    std::lock_guard<std::mutex> lock(m.mutex);
+    s.cache.resize(s.n_done + n);
+    const int out_from = fn ? 0 : last ? n - 1 : n;
+    if (!forward(m, s.cache, &s.tokens[size_t(s.n_done)], n, s.n_done, out_from, s.cancel)) {
+        finish(s);
+        return ENGINE_ECANCELLED;
+    }
+    if (fn)
+        return visit_logits(s, n, fn, user, index);
+    if (last)
+        read_logits(m, 0, 1, s.logits.data());
+    if (const int code = finish(s))
+        return code;
+    if (last && !all_finite(s.logits.data(), s.logits.size())) {
+        s.bad_row = s.n_done + n - 1;
+        return ENGINE_ENUMERIC;
     }
     return ENGINE_OK;
 }
@@ -6488,34 +6568,18 @@ static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *use
 // Evaluates the pending tokens, chunk by chunk. With fn the logits of every row go to it, else only the last row's are
 // kept.
 static int evaluate(engine_session &s, engine_logits_fn fn = nullptr, void *user = nullptr) {
-    engine_model &m = s.model;
     const int64_t first = s.n_done, total = int64_t(s.tokens.size());
     while (s.n_done < total) {
         const int n = int(std::min<int64_t>(s.chunk, total - s.n_done));
         const bool last = s.n_done + n == total;
-        const int out_from = fn ? 0 : last ? n - 1 : n;
         s.have_logits = false;
-        {
-            std::lock_guard<std::mutex> lock(m.mutex);
-            s.cache.resize(s.n_done + n);
-            if (!forward(m, s.cache, &s.tokens[size_t(s.n_done)], n, s.n_done, out_from, s.cancel)) {
-                s.cancel = false;
-                return ENGINE_ECANCELLED;
-            }
-            if (fn) {
-                if (const int code = visit_logits(s, n, fn, user, s.n_done - first))
-                    return code;
-            } else if (last) {
-                read_logits(m, 0, 1, s.logits.data());
-            }
-            if (m.ops->sync(m.be.get()))
-                return ENGINE_EINTERNAL;
+        if (const int code = evaluate_chunk(s, n, last, fn, user, s.n_done - first)) {
+            s.cache.resize(s.n_done);
+            return code;
         }
         s.n_done += n;
-        if (last && !all_finite(s.logits.data(), s.logits.size()))
-            return ENGINE_ENUMERIC;
         s.have_logits = last;
-        if (s.progress && s.progress(s.progress_user, s.n_done - first, total - first))
+        if (!last && s.progress && s.progress(s.progress_user, s.n_done - first, total - first))
             return ENGINE_ECANCELLED;
     }
     return ENGINE_OK;
@@ -6528,36 +6592,37 @@ static void truncate(engine_session &s, size_t n) {
     if (s.n_done > int64_t(n)) {
         s.n_done = int64_t(n);
         s.have_logits = false;
-        s.cache.resize(s.n_done);
     }
+    s.cache.resize(s.n_done);
 }
 
-// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending
-// token is a decode step and counts as one.
-static int settle(engine_session &s) {
+// A decode step took `seconds`.
+static void count_step(engine_session &s, double seconds) {
+    if (s.itl.size() < engine_session::ITL_STEPS)
+        s.itl.push_back(float(seconds));
+    else
+        s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
+    s.stats.decode_tokens++;
+    s.stats.decode_seconds += seconds;
+    s.stats.decode_bytes +=
+        s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
+}
+
+// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending token
+// is a decode step, which began at `since` (0: now). When it fails, what was pending still is.
+static int settle(engine_session &s, double since = 0) {
     if (s.tokens.empty())
         return ENGINE_EINVAL;
-    if (s.n_done == int64_t(s.tokens.size()) && !s.have_logits)
+    if (s.n_done == int64_t(s.tokens.size()) && s.have_logits)
+        return ENGINE_OK;
+    if (s.n_done == int64_t(s.tokens.size()))
         s.n_done--;
     const bool step = int64_t(s.tokens.size()) - s.n_done == 1;
-    if (s.n_done == int64_t(s.tokens.size()))
-        return ENGINE_OK;
-    const double start = now_seconds();
-    if (const int code = evaluate(s)) {
-        truncate(s, size_t(s.n_done));
-        return code;
-    }
-    if (step) {
-        const double seconds = now_seconds() - start;
-        if (s.itl.size() < engine_session::ITL_STEPS)
-            s.itl.push_back(float(seconds));
-        else
-            s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
-        s.stats.decode_tokens++;
-        s.stats.decode_seconds += seconds;
-        s.stats.decode_bytes += s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
-    }
-    return ENGINE_OK;
+    const double start = since ? since : now_seconds();
+    const int code = evaluate(s);
+    if (!code && step)
+        count_step(s, now_seconds() - start);
+    return code;
 }
 
 // Text on its way out: whole characters only, and nothing that may still turn out to be the start of a stop string.
@@ -6604,12 +6669,13 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
                     engine_result &result) {
     text_gate out{opt, fn, user, {}, {}, nullptr};
     result.reason = -1;
+    double since = 0; // when the step before was done: sampling and the callback count as the time between two tokens
     while (result.reason < 0) {
-        int code = settle(s);
-        if (code == ENGINE_OK && s.cancel.exchange(false))
-            code = ENGINE_ECANCELLED;
+        const int code = s.cancel.load() ? int(ENGINE_ECANCELLED) : settle(s, since);
+        since = now_seconds();
         if (code) {
             out.finish();
+            result.reason = ENGINE_STOP_CANCELLED;
             return code;
         }
         if (int64_t(s.tokens.size()) >= s.n_ctx) {
@@ -6662,6 +6728,8 @@ template <class F> static int guarded(engine_error *err, F &&body) {
         return set_error(err, ENGINE_ENOMEM, "out of memory");
     } catch (const std::exception &e) {
         return set_error(err, ENGINE_EINTERNAL, strf("internal error: %s", e.what()));
+    } catch (...) { // from a callback
+        return set_error(err, ENGINE_EINTERNAL, "a callback threw");
     }
 }
 
@@ -6712,25 +6780,6 @@ static int give_tokens(const vector<int32_t> &v, int32_t *ids, size_t cap) {
 static void copy_name(char *out, size_t cap, string_view s) {
     snprintf(out, cap, "%.*s", int(std::min(s.size(), cap)), s.data());
 }
-
-// Cores that this process may use: its affinity mask, and a container's quota.
-static int usable_cores() {
-    int n = int(std::thread::hardware_concurrency());
-#if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        n = CPU_COUNT(&set);
-    if (FILE *f = fopen("/sys/fs/cgroup/cpu.max", "r")) {
-        long long quota, period;
-        if (fscanf(f, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)
-            n = std::min<int>(n, int(std::max(1LL, quota / period)));
-        fclose(f);
-    }
-#endif
-    return std::min(std::max(n, 1), 512);
-}
-
-static int64_t physical_memory() { return int64_t(sysconf(_SC_PHYS_PAGES)) * int64_t(sysconf(_SC_PAGESIZE)); }
 
 // "Q4_K 61% Q6_K 38% F32 1%": formats by their share of the bytes.
 static string describe_types(const model_file &f) {
@@ -6788,30 +6837,47 @@ static void check_code(engine_session &s, int code) {
     if (code == ENGINE_OK)
         return;
     if (code == ENGINE_ECANCELLED)
-        fail(code, "cancelled after %lld tokens", (long long)s.n_done);
+        fail(code, "cancelled; %lld tokens of the timeline are evaluated", (long long)s.n_done);
     if (code == ENGINE_ENUMERIC)
-        fail(code, "%s: the logits after token %zu are not finite: the file or its quantization is damaged",
-             s.model.file.path.c_str(), s.tokens.size());
+        fail(code, "%s: the logits after token %lld are not finite: the file or its quantization is damaged",
+             show_path(s.model.file.path).c_str(), (long long)s.bad_row);
     if (code == ENGINE_EINVAL)
         fail(code, "the timeline is empty");
-    const char *why = s.model.be->error;
-    fail(code, "%s", why ? why : "the backend failed");
+    fail(code, "%s", s.failure ? s.failure : "the backend failed");
 }
 
-// Evaluates the timeline's pending part as a prefill; on failure it ends where evaluation did.
-static void prefill(engine_session &s) {
-    const int code = evaluate(s);
+// Held by each call that computes: callbacks may not start another one on the session, and a cancel that came before the
+// call ends it at once, while one that comes too late to stop it does not harm the next.
+struct computing {
+    engine_session &s;
+    explicit computing(engine_session *session) : s(*session) {
+        check_pointer("session", session);
+        if (s.busy)
+            fail(ENGINE_EINVAL, "a callback may not compute on the session that called it");
+        if (s.cancel.exchange(false))
+            check_code(s, ENGINE_ECANCELLED);
+        s.busy = true;
+    }
+    ~computing() {
+        s.busy = false;
+        s.cancel = false;
+    }
+    computing(const computing &) = delete;
+};
+
+// Evaluates the timeline's pending part; on failure the timeline ends where evaluation did, but not before n_keep.
+static void evaluate_or_cut(engine_session &s, size_t n_keep, engine_logits_fn fn = nullptr, void *user = nullptr) {
+    const int code = evaluate(s, fn, user);
     if (code)
-        truncate(s, size_t(s.n_done));
+        truncate(s, std::max(size_t(s.n_done), n_keep));
     check_code(s, code);
 }
 
 } // namespace
 
 void engine_set_log(engine_log_fn fn, void *user) {
-    log_fn.store(nullptr);
-    log_user.store(user);
-    log_fn.store(fn);
+    std::lock_guard<std::mutex> lock(log_mutex);
+    log_fn = fn, log_user = user;
 }
 
 const char *engine_version(void) { return ENGINE_VERSION; }
@@ -6828,6 +6894,7 @@ int engine_open(engine_model **out, const char *path, const engine_open_options 
         const auto opt = options(given, "engine_open_options");
         check_range("threads", opt.threads, 0, 512);
         model_file file = open_model_file(path, opt.no_mmap != 0);
+        find_arch(file); // before the tokenizer: its Error says more about a file for another kind of model
         vocab voc = load_vocab(file);
         std::unique_ptr<engine_model> m(
             new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), &cpu_ops));
@@ -6848,7 +6915,10 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
         const hparams &hp = m.w.hp;
         engine_model_info r = {};
         const size_t slash = m.file.path.find_last_of('/');
-        copy_name(r.name, sizeof r.name, m.file.get_string("general.name", string_view(m.file.path).substr(slash + 1)));
+        const meta_value *name = m.file.meta("general.name");
+        copy_name(r.name, sizeof r.name,
+                  name && meta_types[name->type].kind == KIND_STRING ? m.file.get_string("general.name", "")
+                                                                      : string_view(m.file.path).substr(slash + 1));
         copy_name(r.arch, sizeof r.arch, m.file.get_string("general.architecture", ""));
         copy_name(r.tokenizer, sizeof r.tokenizer, m.voc.describe);
         copy_name(r.types, sizeof r.types, describe_types(m.file));
@@ -6896,10 +6966,10 @@ int engine_tokenize(const engine_model *model, const char *text, size_t len, int
         check_range("flags", flags, 0, ENGINE_ADD_BOS | ENGINE_PARSE_SPECIAL);
         const vocab &v = model->voc;
         vector<int32_t> all;
-        if ((flags & ENGINE_ADD_BOS) && v.add_bos && v.bos >= 0)
+        if ((flags & ENGINE_ADD_BOS) && v.add_bos)
             all.push_back(v.bos);
         tokenize(v, text_view(text, len), (flags & ENGINE_PARSE_SPECIAL) != 0, nullptr, all);
-        if ((flags & ENGINE_ADD_BOS) && v.add_eos && v.eos >= 0)
+        if ((flags & ENGINE_ADD_BOS) && v.add_eos)
             all.push_back(v.eos);
         return give_tokens(all, ids, cap);
     });
@@ -6984,6 +7054,7 @@ int engine_session_new(engine_session **out, engine_model *model, const engine_s
             log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)n_ctx,
                     model->w.hp.n_ctx_train);
         const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
+        model->file.read_ahead();
         std::unique_ptr<engine_session> s(new engine_session(*model, int(n_ctx), chunk));
         {
             std::lock_guard<std::mutex> lock(model->mutex);
@@ -7000,34 +7071,41 @@ int engine_session_ctx(const engine_session *session) { return session ? session
 
 int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         engine_session &s = *session;
         check_tokens(s, ids, n, 0);
         const double start = now_seconds();
         size_t same = 0;
         while (same < n && same < size_t(s.n_done) && s.tokens[same] == ids[same])
             same++;
+        if (same == n && same > 0 && !(s.have_logits && size_t(s.n_done) == n))
+            same--; // the logits of the new end are gone: its last token is evaluated again
         truncate(s, same);
-        s.tokens.assign(ids, ids + n);
-        if (n && same == n && !s.have_logits) // the end's logits are gone: its last token is evaluated again
-            truncate(s, --same), s.tokens.push_back(ids[n - 1]);
+        s.tokens.insert(s.tokens.end(), ids + same, ids + n);
         s.stats = {};
         s.itl.clear();
         s.stats.prompt_tokens = int64_t(n);
         s.stats.reused_tokens = int64_t(same);
-        prefill(s);
+        const int code = evaluate(s);
         s.stats.prefill_seconds = now_seconds() - start;
+        if (code)
+            truncate(s, size_t(s.n_done));
+        check_code(s, code);
         return int(same);
     });
 }
 
 int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
-        check_tokens(*session, ids, n, session->tokens.size());
-        session->tokens.insert(session->tokens.end(), ids, ids + n);
-        if (n)
-            check_code(*session, settle(*session));
+        computing call(session);
+        engine_session &s = *session;
+        const size_t before = s.tokens.size();
+        check_tokens(s, ids, n, before);
+        s.tokens.insert(s.tokens.end(), ids, ids + n);
+        const int code = n ? settle(s) : int(ENGINE_OK);
+        if (code)
+            truncate(s, std::max(size_t(s.n_done), before));
+        check_code(s, code);
         return ENGINE_OK;
     });
 }
@@ -7035,17 +7113,15 @@ int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_er
 int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user,
                     engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         check_pointer("fn", reinterpret_cast<const void *>(fn));
         engine_session &s = *session;
-        check_tokens(s, ids, n, s.tokens.size());
-        if (s.n_done < int64_t(s.tokens.size()))
-            prefill(s);
+        const size_t before = s.tokens.size();
+        check_tokens(s, ids, n, before);
+        s.rows.resize(OUT_ROWS * s.logits.size());
+        evaluate_or_cut(s, before);
         s.tokens.insert(s.tokens.end(), ids, ids + n);
-        const int code = evaluate(s, fn, user);
-        if (code)
-            truncate(s, size_t(s.n_done));
-        check_code(s, code);
+        evaluate_or_cut(s, before, fn, user);
         return ENGINE_OK;
     });
 }
@@ -7053,6 +7129,8 @@ int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engin
 int engine_rewind(engine_session *session, size_t n, engine_error *err) {
     return guarded(err, [&] {
         check_pointer("session", session);
+        if (session->busy)
+            fail(ENGINE_EINVAL, "a callback may not change the session that called it");
         check_range("n", int64_t(std::min(n, size_t(INT_MAX))), 0, int64_t(session->tokens.size()));
         truncate(*session, n);
         return ENGINE_OK;
@@ -7078,7 +7156,7 @@ void engine_on_progress(engine_session *session, engine_progress_fn fn, void *us
 
 int engine_logits(engine_session *session, const float **out, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         check_pointer("out", out);
         check_code(*session, settle(*session));
         *out = session->logits.data();
@@ -7088,7 +7166,7 @@ int engine_logits(engine_session *session, const float **out, engine_error *err)
 
 int engine_top(engine_session *session, engine_candidate *out, size_t cap, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         if (cap)
             check_pointer("out", out);
         engine_session &s = *session;
@@ -7121,7 +7199,7 @@ static engine_sampling check_sampling(const engine_sampling *given) {
 
 int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         const engine_sampling opt = check_sampling(sampling);
         check_code(*session, settle(*session));
         return int(sample(session->logits, opt, session->tokens.size(), session->pick));
@@ -7131,7 +7209,7 @@ int engine_sample(engine_session *session, const engine_sampling *sampling, engi
 int engine_generate(engine_session *session, const engine_generate_options *given, engine_text_fn fn, void *user,
                     engine_result *result, engine_error *err) {
     return guarded(err, [&] {
-        check_pointer("session", session);
+        computing call(session);
         auto opt = options(given, "engine_generate_options");
         opt.sampling = check_sampling(&opt.sampling);
         check_range("max_tokens", opt.max_tokens, 0, INT_MAX);
@@ -7142,8 +7220,12 @@ int engine_generate(engine_session *session, const engine_generate_options *give
                 fail(ENGINE_EINVAL, "stops[%zu] is empty", i);
         engine_result r = {};
         const int code = generate(*session, opt, fn, user, r);
-        if (result)
-            *result = r;
+        if (result) {
+            const size_t size = result->size ? result->size : sizeof r;
+            check_range("engine_result.size", int64_t(size), sizeof(size_t), 65536);
+            r.size = size;
+            memcpy(result, &r, std::min(size, sizeof r));
+        }
         check_code(*session, code);
         return ENGINE_OK;
     });

@@ -18,7 +18,8 @@
    4. Functions that return text or tokens follow snprintf: at most `cap` items are written, the return value is
       how many there are in all. Text is not counted with its terminating NUL, which is written when cap > 0.
       `len` of an input text may be (size_t)-1: then it ends at its NUL.
-   5. Callbacks run on the calling thread, inside the call, and stop the work by returning nonzero.
+   5. Callbacks run on the calling thread, inside the call, and stop the work by returning nonzero. They may ask a model
+      for anything, but not compute on or change the session that called them (ENGINE_EINVAL).
    6. A model may be used by many threads at once. A session belongs to one thread at a time, except for
       engine_cancel, which any thread may call at any time. The model's threads serve one call at a time:
       calls that compute on several sessions of one model take turns under one lock.
@@ -88,7 +89,7 @@ typedef struct engine_open_options {
 } engine_open_options;
 
 /* Opens a GGUF file. For a split model name its first part; the others are found beside it. The file must stay
-   unchanged while the model is open. */
+   unchanged while the model is open; `path` is needed during the call only. *out is NULL on failure. */
 ENGINE_API int engine_open(engine_model **out, const char *path, const engine_open_options *opt, engine_error *err);
 
 /* Frees a model. All its sessions must have been freed. NULL is allowed. */
@@ -163,11 +164,12 @@ typedef struct engine_session engine_session;
 
 typedef struct engine_session_options {
     size_t size;
-    int n_ctx; /* tokens; 0: what the model was trained for, or less where memory says so (see the log) */
+    int n_ctx; /* tokens, up to 2^28; 0: what the model was trained for, or less where memory says so (see the log) */
     int chunk; /* prefill rows at a time, 1 to 4096; 0: 512. Changes speed and scratch memory, never a result */
 } engine_session_options;
 
-/* A session holds the KV cache of one timeline. Its address space is reserved here; decode never allocates. */
+/* A session holds the KV cache of one timeline. Its address space is reserved here; memory is used as the timeline
+ *grows. out is NULL on failure. */
 ENGINE_API int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt,
                                   engine_error *err);
 ENGINE_API void engine_session_free(engine_session *session);
@@ -181,7 +183,8 @@ ENGINE_API int engine_session_ctx(const engine_session *session);
    the checks of the arguments leaves a prefix as well. n = 0 empties it. */
 ENGINE_API int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
-/* Appends ids to the timeline and evaluates them. */
+/* Appends ids to the timeline and evaluates them. Returns 0. On failure the timeline is what it was, with those of the
+   ids that were evaluated. */
 ENGINE_API int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
 /* Shortens the timeline to n tokens. The logits become those of its new last position (evaluated again if
@@ -191,11 +194,13 @@ ENGINE_API int engine_rewind(engine_session *session, size_t n, engine_error *er
 /* The timeline; following snprintf. */
 ENGINE_API int engine_tokens(const engine_session *session, int32_t *ids, size_t cap);
 
-/* Stops the call that is computing on this session now, or, if none is, the next one, with ENGINE_ECANCELLED. Safe from
-   any thread and from a signal handler. */
+/* Stops the call that is computing on this session now; if none is, the next one that would compute ends at once. That
+   call returns ENGINE_ECANCELLED, and the request is used up. One that comes too late to stop a call is dropped at its
+   end. Safe from any thread and from a signal handler. */
 ENGINE_API void engine_cancel(engine_session *session);
 
-/* fn(user, done, total) is called between the chunks of a prefill, in tokens. NULL: none. */
+/* fn(user, done, total) is called between the chunks of an evaluation, in tokens, 0 < done < total: never for one that
+   fits into one chunk. NULL: none. */
 typedef int (*engine_progress_fn)(void *user, int64_t done, int64_t total);
 ENGINE_API void engine_on_progress(engine_session *session, engine_progress_fn fn, void *user);
 
@@ -207,7 +212,8 @@ ENGINE_API int engine_logits(engine_session *session, const float **out, engine_
 
 /* Logits at every position: evaluates ids like engine_eval and calls fn(user, i, logits) for each i in [0, n), in
    order; `logits` (n_vocab floats) predicts the token after ids[i] and is valid inside the call. fn runs under the
-   model's lock: it must not call functions that compute on a session of this model. */
+   model's lock: it must not call functions that compute on, make or free a session of this model. When fn stops it, the
+   timeline ends at a chunk's boundary. */
 typedef int (*engine_logits_fn)(void *user, size_t i, const float *logits);
 ENGINE_API int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user,
                                engine_error *err);
@@ -223,11 +229,11 @@ ENGINE_API int engine_top(engine_session *session, engine_candidate *out, size_t
 
 typedef struct engine_sampling {
     size_t size;
-    float temperature; /* 0: greedy (the default here; the command's default is 0.8) */
+    float temperature; /* 0 to 1000; 0: greedy (the default here; the command's is 0.8) */
     int top_k;         /* keep the k best; 0: off */
-    float top_p;       /* keep the smallest set with this probability; 0 or >= 1: off */
-    float min_p;       /* drop what has less than min_p times the best one's probability; 0: off */
-    uint64_t seed;     /* the draw depends on seed and position only */
+    float top_p;       /* 0 to 1: keep the smallest set with this probability; 0 and 1: off */
+    float min_p;       /* 0 to 1: drop what has less than min_p times the best one's probability; 0: off */
+    uint64_t seed;     /* any; a draw depends on it and on the length of the timeline, on nothing else */
 } engine_sampling;
 
 /* Chooses the next token from the logits, without appending it: top-k, top-p, min-p, then temperature. Returns its
@@ -235,26 +241,28 @@ typedef struct engine_sampling {
 ENGINE_API int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err);
 
 enum {
-    ENGINE_STOP_END = 0,
-    ENGINE_STOP_LENGTH = 1,
-    ENGINE_STOP_CONTEXT = 2,
-    ENGINE_STOP_STRING = 3,
-    ENGINE_STOP_CALLBACK = 4
+    ENGINE_STOP_END = 0,      /* the model ended its turn */
+    ENGINE_STOP_LENGTH = 1,   /* max_tokens */
+    ENGINE_STOP_CONTEXT = 2,  /* the context is full; n_tokens may be 0 */
+    ENGINE_STOP_STRING = 3,   /* one of `stops` */
+    ENGINE_STOP_CALLBACK = 4, /* the callback returned nonzero */
+    ENGINE_STOP_CANCELLED = 5 /* the call failed or was cancelled on the way: see its return value */
 };
 
 typedef struct engine_generate_options {
     size_t size;
-    engine_sampling sampling;
     int max_tokens;           /* 0: until the model ends its turn or the context is full */
-    const char *const *stops; /* the text ends before the first of these strings */
+    int ignore_end;           /* nonzero: go on past end tokens */
+    const char *const *stops; /* the text ends before the first of these strings; needed during the call only */
     size_t n_stops;
-    int ignore_end; /* nonzero: go on past end tokens */
+    engine_sampling sampling;
 } engine_generate_options;
 
 typedef struct engine_result {
+    size_t size;      /* set by the caller; 0: sizeof(engine_result) */
     int reason;       /* ENGINE_STOP_* */
     int n_tokens;     /* sampled, the end token included */
-    const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer */
+    const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer; else NULL */
 } engine_result;
 
 /* Receives whole characters only: bytes are held back until their character is complete, and what stays incomplete at

@@ -5,7 +5,7 @@ namespace {
 
 struct template_case {
     string name, source, bos, eos, kind, expected; // kind: text, refusal, error
-    vector<std::pair<string, string>> arguments;
+    string arguments; // as statements that set them
     vector<chat_message> messages;
     bool prompt = false;
 };
@@ -34,8 +34,11 @@ vector<template_case> template_cases(const string &records) {
             c.name = value;
         else if (key == "prompt")
             c.prompt = value == "1";
-        else if (key == "arg")
-            c.arguments.emplace_back(value.substr(0, value.find('=')), value.substr(value.find('=') + 1));
+        else if (key == "arg") {
+            const size_t equal = value.find('=');
+            const string v = value.substr(equal + 1);
+            c.arguments += "{% set " + value.substr(0, equal) + " = " + (v == "false" ? v : "'" + v + "'") + " +%}";
+        }
         else if (key == "role")
             c.messages.push_back({value, ""});
         else if (key == "content")
@@ -51,12 +54,8 @@ vector<template_case> template_cases(const string &records) {
 
 // What a conversation gives: "text ...", or "refusal ..." with the message of the error.
 string template_outcome(const template_case &c) {
-    template_options o;
-    o.add_generation_prompt = c.prompt, o.bos = c.bos, o.eos = c.eos;
-    for (auto &a : c.arguments)
-        o.arguments.emplace_back(a.first, a.second);
     try {
-        return "text " + render_template(parse_template(c.source), c.messages, o).text;
+        return "text " + render_template(c.arguments + c.source, c.messages, c.prompt, c.bos, c.eos).text;
     } catch (const Error &e) {
         EXPECT_EQ(e.code, ENGINE_ETEMPLATE);
         EXPECT_EQ(e.msg.compare(0, 14, "template line "), 0) << e.msg;
@@ -198,19 +197,14 @@ TEST(Template, GenerationTagIsIgnored) {
               "abcde");
 }
 
-TEST(Template, ClockAndArguments) {
-    template_options o;
+TEST(Template, Clock) {
+    template_limits limits;
     setenv("TZ", "UTC", 1);
     tzset();
-    o.now = 1700000000; // 2023-11-14 22:13:20 UTC
-    chat_template t = parse_template("{{ strftime_now('%Y-%m-%d %d %b %H:%M %A %B') }}");
-    EXPECT_EQ(render_template(t, {}, o).text, "2023-11-14 14 Nov 22:13 Tuesday November");
+    limits.now = 1700000000; // 2023-11-14 22:13:20 UTC
+    EXPECT_EQ(render_template("{{ strftime_now('%Y-%m-%d %d %b %H:%M %A %B') }}", {}, false, "", "", limits).text,
+              "2023-11-14 14 Nov 22:13 Tuesday November");
     EXPECT_EQ(template_text("{{ strftime_now('%Y') | length }}{{ strftime_now is defined }}"), "4True");
-    o.arguments = {{"yes", "true"}, {"no", "false"}, {"n", "-12"},  {"f", "1.5"},
-                   {"s", "a b"},    {"q", "\"12\""}, {"z", "none"}, {"date", "2024-01"}};
-    t = parse_template("{{ yes is true }}{{ no is false }}{{ n + 1 }} {{ f }} {{ s }} {{ q is string }} {{ z is "
-                       "none }} {{ date }}");
-    EXPECT_EQ(render_template(t, {}, o).text, "TrueTrue-11 1.5 a b True True 2024-01");
 }
 
 // Some templates want content as a list of parts. They print nothing of a string, or fail on it.
@@ -229,6 +223,45 @@ TEST(Template, ContentAsParts) {
               "template line 1: cannot apply '+' to int and string");
     EXPECT_EQ(template_text(parts, {{"user", " "}}), "<user> ");
     EXPECT_EQ(template_error("{{ raise_exception('no') }}"), "template line 1: no");
+}
+
+// What a template refuses in one form of the contents, it does not accept in the other.
+TEST(Template, RefusalsAreFinal) {
+    const vector<chat_message> secret = {{"user", "a secret"}};
+    const string refuse = "{{ raise_exception('no') }}";
+    const string content = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% "
+                           "endfor %}";
+    EXPECT_EQ(template_error("{% if 'secret' in messages[0].content %}" + refuse + "{% endif %}" + content, secret),
+              "template line 1: no");
+    EXPECT_EQ(template_error("{% if messages[0].content is string %}" + refuse + "{% endif %}" + content),
+              "template line 1: no");
+    EXPECT_EQ(template_error("{% macro check(m) %}{% if 'secret' in m.content %}" + refuse +
+                                 "{% endif %}{% endmacro %}{{ check(messages[0]) }}" + content,
+                             secret),
+              "template line 1: no");
+    // A string prints nothing here, or fails; the list is refused.
+    const string parts = "{% for p in messages[0].content %}{% if 'secret' in p.text %}" + refuse +
+                         "{% endif %}{{ p.text }}{% endfor %}";
+    EXPECT_EQ(template_error("{% if messages[0].content is not string %}" + parts + "{% endif %}", secret),
+              "template line 1: no");
+    EXPECT_EQ(template_error("{{ messages[0].content[0].text | default('') }}" + parts, secret),
+              "template line 1: no");
+    EXPECT_EQ(template_text("{% if messages[0].content is not string %}" + parts + "{% endif %}"), "Be <b>.");
+    // Blank contents that are trimmed away are no reason to refuse.
+    EXPECT_EQ(template_text("{% if messages[0].content is string %}<{{ messages[0].content | trim }}>{% else %}" +
+                                refuse + "{% endif %}",
+                            {{"user", " \n"}}),
+              "<>");
+    // Other errors leave the second form open.
+    EXPECT_EQ(template_text("{{ 'x' + messages[0].content[0].text }}"), "xBe <b>.");
+}
+
+// Characters of text that is no valid UTF-8 are those that the tokenizer sees, and none gets lost.
+TEST(Template, InvalidUtf8) {
+    const vector<chat_message> bytes = {{"user", "a\xe4\xb8\xff\x80\xf0\x9f\xa6z"}};
+    EXPECT_EQ(template_text("{{ messages[0].content | length }}", bytes), "6");
+    EXPECT_EQ(template_text("{{ messages[0].content | list | join }}", bytes), bytes[0].content);
+    EXPECT_EQ(template_text("{{ messages[0].content[::-1] }}", bytes), "z\xf0\x9f\xa6\x80\xff\xe4\xb8" "a");
 }
 
 // Each of these ends in an error, and soon: the suite runs under a time limit.
@@ -263,6 +296,7 @@ TEST(Template, Limits) {
         "{% macro f() %}{{ 'x' * 1000000 }}{{ f() }}{% endmacro %}{{ f() }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
         "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{{ 'b' in s }}{% endfor %}",
+        "{% set s = 'a' * 1000000 %}{{ ('a' * 500000 ~ 'b') in s }}{{ s.split('a' * 500000 ~ 'b') }}",
         "{% set s = 'a' * 2000000 %}{% set p = 'a' * 1000000 ~ 'b' %}{% for i in range(100000) %}{{ p in s }}{% endfor "
         "%}",
         "{% set s = 'a' * 1000000 %}{% for i in range(100000) %}{% set t = s | upper %}{% endfor %}",
@@ -338,14 +372,20 @@ TEST(Template, LongConversations) {
     EXPECT_EQ(t.text.substr(t.text.size() - 7), " [/ASK]");
 }
 
-TEST(Template, OneParseManyRenders) {
-    chat_template t = parse_template("{% for m in messages %}{{ m.content }}{{ ',' if not loop.last }}{% endfor %}");
+TEST(Template, Search) {
+    EXPECT_EQ(template_text("{{ 'aab' in 'aaab' }}{{ 'b' in 'a' }}{{ '' in '' }}{{ '' in 'a' }}{{ 'ab' in 'a' }}"),
+              "TrueFalseTrueTrueFalse");
+    EXPECT_EQ(template_text("{{ 'xaab' | replace('aab', 'y') }}{{ 'a,b,,c,'.split(',') | join('|') }}"), "xya|b||c|");
+}
+
+TEST(Template, ManyThreads) {
+    const char *source = "{% for m in messages %}{{ m.content }}{{ ',' if not loop.last }}{% endfor %}";
     vector<string> got(4);
     vector<std::thread> threads;
     for (size_t i = 0; i < got.size(); i++)
         threads.emplace_back([&, i] {
             for (int k = 0; k < 50; k++)
-                got[i] = render_template(t, template_talk, {}).text;
+                got[i] = template_text(source);
         });
     for (std::thread &thread : threads)
         thread.join();

@@ -10,11 +10,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const vector<chat_message> talk = {
         {"system", "Be brief."}, {"user", " H\xc3\xa9 <|x|>\n"}, {"assistant", "<think>\na</think>b"}};
     try {
-        chat_template t = parse_template(string_view(reinterpret_cast<const char *>(data), size));
-        template_options o;
-        o.add_generation_prompt = true, o.bos = "<s>", o.eos = "</s>", o.now = 1700000000;
-        o.max_steps = 20000, o.max_memory = 1 << 20;
-        chat_text text = render_template(t, talk, o);
+        template_limits limits;
+        limits.max_steps = 20000, limits.max_memory = 1 << 20, limits.now = 1700000000;
+        const string_view source(reinterpret_cast<const char *>(data), size);
+        chat_text text = render_template(source, talk, true, "<s>", "</s>", limits);
         if (text.text.size() != text.literal.size())
             __builtin_trap();
     } catch (const Error &e) {
