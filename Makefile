@@ -40,10 +40,10 @@ else ifeq ($(config),debug)
 OPT := -O0 -g
 TEST_OPT := -O0 -g
 else ifeq ($(config),sanitize)
-OPT := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+OPT := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 TEST_OPT := $(OPT)
 else ifeq ($(config),tsan)
-OPT := -O1 -g -fsanitize=thread
+OPT := -O1 -g1 -fsanitize=thread
 TEST_OPT := $(OPT)
 else
 $(error config=$(config): expected release, debug, sanitize or tsan)
@@ -192,7 +192,7 @@ deps:
 # the engine with sanitizers takes minutes. tests/fuzz/run gives each target its corpus and FUZZ_SECONDS.
 FUZZ_SOURCES := $(sort $(wildcard tests/fuzz/fuzz_*.cpp))
 FUZZ_NAMES := $(patsubst tests/fuzz/%.cpp,%,$(FUZZ_SOURCES))
-FUZZ_FLAGS := -std=c++20 -pthread -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+FUZZ_FLAGS := -std=c++20 -pthread -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 build/fuzz/all.cpp: $(FUZZ_SOURCES) Makefile
 	@mkdir -p build/fuzz
 	@{ echo '#define UNIT_H'; echo '#include "../../engine.cpp"'; \

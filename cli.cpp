@@ -446,15 +446,17 @@ bool store_option(const option_row &row, const char *text, string &range) {
     for (const auto &other : other_names)
         if (name == other[0])
             name = other[1];
-    for (const option_row &row : option_table)
-        if ((name == row.name || (name.size() == 1 && name[0] == row.letter)) && !(row.commands & cmd.bit))
-            fail(EXIT_USAGE, "%s is no option of '%s'; see 'engine help %s'", shown.c_str(), cmd.name, cmd.name);
     vector<string> names;
     for (const option_row &row : option_table)
         if (row.commands & cmd.bit)
             names.push_back(string("--") + row.name);
-    fail(EXIT_USAGE, "unknown option %s.%s See 'engine help %s'", shown.c_str(),
-         name.size() > 1 ? did_you_mean("--" + name, names).c_str() : "", cmd.name);
+    const string near = name.size() > 1 ? did_you_mean("--" + name, names) : "";
+    bool known = false; // to another command
+    for (const option_row &row : option_table)
+        known = known || name == row.name || (name.size() == 1 && name[0] == row.letter);
+    if (known && near != " Did you mean --" + name + "?")
+        fail(EXIT_USAGE, "%s is no option of '%s'; see 'engine help %s'", shown.c_str(), cmd.name, cmd.name);
+    fail(EXIT_USAGE, "unknown option %s.%s See 'engine help %s'", shown.c_str(), near.c_str(), cmd.name);
 }
 
 // Reads a command's arguments: "-n 5", "-n5", "-qv", "--ctx 5", "--ctx=5"; "--" ends the options.

@@ -1546,7 +1546,7 @@ struct merge_rule {
     merged result;
 };
 
-// Longer tokens are neither made by merging nor looked for in texts, which bounds the work that a text makes.
+// No longer token is looked for in a text, and in SentencePiece none is made by merging, which bounds the work.
 static constexpr size_t MAX_MATCH = 256;
 // Far beyond any vocabulary; the table of rules takes at most 64 MiB.
 static constexpr uint64_t MAX_MERGES = 1 << 21;
@@ -2345,7 +2345,7 @@ static bool tpl_has_word(string_view list, string_view word) {
 // ---- text: UTF-8 characters, white space, case, search -----------------------------------------------------------
 
 static size_t tpl_char_bytes(string_view s, size_t at) {
-    return size_t(next_char(s.data() + at, s.data() + s.size()).length);
+    return uint8_t(s[at]) < 0x80 ? 1 : size_t(next_char(s.data() + at, s.data() + s.size()).length);
 }
 
 // The bytes before character n.
@@ -3755,9 +3755,8 @@ static chat_text render_template(string_view source, const vector<chat_message> 
         return o;
     };
     auto content_beside = [&](const char *blanks) {
-        return std::any_of(messages.begin(), messages.end(), [&](const chat_message &m) {
-            return m.content.find_first_not_of(blanks) != string::npos;
-        });
+        return std::any_of(messages.begin(), messages.end(),
+                           [&](const chat_message &m) { return m.content.find_first_not_of(blanks) != string::npos; });
     };
     outcome o = render(false);
     const bool failed = o.error.code != 0;
@@ -4050,8 +4049,8 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
     for (int i = 0; i < hp.n_layer; i++)
         w.layers.push_back(load_layer(b, hp, a.flags, i));
 
-    // A tensor that was not bound would be left out of the computation: an error. Parts for pictures (v., mm.), which some
-    // files carry along, do not touch text.
+    // A tensor that was not bound would be left out of the computation: an error. Parts for pictures (v., mm.), which
+    // some files carry along, do not touch text.
     std::sort(b.used.begin(), b.used.end());
     for (const tensor_info &t : f.tensors) {
         if (std::binary_search(b.used.begin(), b.used.end(), t.name)) {
@@ -6137,7 +6136,8 @@ struct engine_model {
         : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
     ~engine_model() { release(work); }
 
-    // Makes the work area large enough for `rows` rows and a page table of `table_len`. When that fails, the old one stays.
+    // Makes the work area large enough for `rows` rows and a page table of `table_len`. When that fails, the old one
+    // stays.
     void reserve(int rows, int table_len) {
         if (rows <= work.max_rows && table_len <= work.st.table_len)
             return;
@@ -6604,12 +6604,11 @@ static void count_step(engine_session &s, double seconds) {
         s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
     s.stats.decode_tokens++;
     s.stats.decode_seconds += seconds;
-    s.stats.decode_bytes +=
-        s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
+    s.stats.decode_bytes += s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
 }
 
-// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending token
-// is a decode step, which began at `since` (0: now). When it fails, what was pending still is.
+// Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending
+// token is a decode step, which began at `since` (0: now). When it fails, what was pending still is.
 static int settle(engine_session &s, double since = 0) {
     if (s.tokens.empty())
         return ENGINE_EINVAL;
@@ -6846,8 +6845,8 @@ static void check_code(engine_session &s, int code) {
     fail(code, "%s", s.failure ? s.failure : "the backend failed");
 }
 
-// Held by each call that computes: callbacks may not start another one on the session, and a cancel that came before the
-// call ends it at once, while one that comes too late to stop it does not harm the next.
+// Held by each call that computes: callbacks may not start another one on the session, and a cancel that came before
+// the call ends it at once, while one that comes too late to stop it does not harm the next.
 struct computing {
     engine_session &s;
     explicit computing(engine_session *session) : s(*session) {
@@ -6918,7 +6917,7 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
         const meta_value *name = m.file.meta("general.name");
         copy_name(r.name, sizeof r.name,
                   name && meta_types[name->type].kind == KIND_STRING ? m.file.get_string("general.name", "")
-                                                                      : string_view(m.file.path).substr(slash + 1));
+                                                                     : string_view(m.file.path).substr(slash + 1));
         copy_name(r.arch, sizeof r.arch, m.file.get_string("general.architecture", ""));
         copy_name(r.tokenizer, sizeof r.tokenizer, m.voc.describe);
         copy_name(r.types, sizeof r.types, describe_types(m.file));

@@ -2,8 +2,10 @@
 // ./engine in the repository's root; the model is the one in models/.
 #include "util.h"
 
+#include <algorithm>
 #include <cmath>
 #include <pty.h>
+#include <sstream>
 #include <sys/ioctl.h>
 #include <termios.h>
 
@@ -145,6 +147,24 @@ struct cli_child {
     }
     void close_input() { close(in), in = -1; }
 
+    // Types a text of any length, and reads what the program shows meanwhile: a terminal holds a few kB each way.
+    std::string paste(const std::string &text) {
+        std::string got;
+        fcntl(in, F_SETFL, O_NONBLOCK);
+        const time_t end = time(nullptr) + 60;
+        for (size_t at = 0; at < text.size() && time(nullptr) < end;) {
+            pollfd p = {in, POLLIN | POLLOUT, 0};
+            poll(&p, 1, 200);
+            char buf[4096];
+            const ssize_t n = p.revents & POLLIN ? read(in, buf, sizeof buf) : 0;
+            got.append(buf, size_t(std::max<ssize_t>(n, 0)));
+            const ssize_t put = p.revents & POLLOUT ? write(in, &text[at], std::min<size_t>(text.size() - at, 500)) : 0;
+            at += size_t(std::max<ssize_t>(put, 0));
+        }
+        fcntl(in, F_SETFL, 0);
+        return got;
+    }
+
     // Reads until `mark` has come after what earlier calls returned, or to the end, or for `seconds`.
     std::string read_until(const std::string &mark, int seconds = 60) {
         std::string got;
@@ -260,7 +280,10 @@ TEST(Cli, SaysThatThereIsNoPrompt) {
         EXPECT_EQ(r.code, 2);
         EXPECT_TRUE(cli_has(r.err, "no prompt")) << r.err;
     }
-    EXPECT_EQ(cli_run("chat", {}, "").code, 2) << "chat at the end of its input";
+    const command_result chat = cli_run("chat", {}, "");
+    EXPECT_EQ(chat.code, 2) << "chat at the end of its input";
+    EXPECT_TRUE(cli_has(chat.err, "no prompt") && !cli_has(chat.err, "-p"))
+        << "an option that chat lacks: " << chat.err;
 }
 
 TEST(Cli, PutsTheArgumentBeforeStdin) {
@@ -299,7 +322,7 @@ TEST(Cli, StopsWhenTheContextIsFull) {
     std::vector<std::string> json = args;
     json.push_back("--json");
     const command_result j = cli_run("run", json, cli_long_text(30));
-    EXPECT_TRUE(cli_has(j.out, "\"finish_reason\":\"length\"")) << j.out;
+    EXPECT_TRUE(cli_has(j.out, "\"finish_reason\":\"context\"")) << j.out;
     EXPECT_EQ(cli_numbers(j.out, "ids").size(), 4u);
 }
 
@@ -313,7 +336,8 @@ TEST(Cli, TakesAnyBytes) {
     const auto prompt = [](const std::string &mode, const std::string &input) {
         return cli_numbers(cli_run("run", {mode, "--logits"}, input).out, "prompt_ids");
     };
-    EXPECT_NE(prompt("--raw", bytes), prompt("--raw", std::string("a")));
+    // a, NUL, b, blank, ff, fe, blank, f0, 9f, " end" in this model's vocabulary
+    EXPECT_EQ(prompt("--raw", bytes), (std::vector<double>{64, 188, 65, 220, 187, 186, 220, 172, 253, 1518}));
     EXPECT_EQ(prompt("--no-mmap", std::string("a\0b", 3)), prompt("--no-mmap", "a\xef\xbf\xbd"
                                                                                "b"));
     const command_result back = cli_run("tokenize", {"--decode"}, cli_run("tokenize", {}, std::string("a\0b", 3)).out);
@@ -346,6 +370,23 @@ TEST(Cli, KeepsStdoutAndStderrApart) {
     EXPECT_TRUE(cli_one_line(loud.err)) << loud.err;
     for (const char *part : {"prompt ", "reused", "TTFT", "prefill", "ITL p50", "decode", "GB/s"})
         EXPECT_TRUE(cli_has(loud.err, part)) << part << " in " << loud.err;
+}
+
+TEST(Cli, SaysMoreWithVerbose) {
+    const std::vector<std::string> args = {"-p", "Hello", "-n", "8", "--temp", "0", "-c", "99", "-t", "1"};
+    const command_result usual = cli_run("run", args);
+    std::vector<std::string> more = args;
+    more.push_back("-v");
+    const command_result verbose = cli_run("run", more);
+    EXPECT_EQ(verbose.out, usual.out);
+    for (const char *fact : {"tiny-chat", "qwen3", "Q8_0", "cpu", "1 threads", "99 tokens", "chat template"}) {
+        EXPECT_TRUE(cli_has(verbose.err, fact)) << fact << " in " << verbose.err;
+        EXPECT_LT(verbose.err.find(fact), verbose.err.find("TTFT")) << fact << " comes before the work";
+    }
+    EXPECT_FALSE(cli_has(usual.err, "chat template"));
+    more.push_back("-q");
+    EXPECT_EQ(cli_run("run", more).err, "") << "the last one counts";
+    EXPECT_TRUE(cli_has(cli_run("perplexity", {"-v"}, "Once upon a time").err, "context in use   512 tokens"));
 }
 
 TEST(Cli, HoldsBackHalfCharacters) {
@@ -399,6 +440,38 @@ TEST(Cli, StopsPrefillOnASignal) {
     EXPECT_EQ(child.status(5), 130);
 }
 
+TEST(Cli, SaysHowFarAnInterruptedPrefillCame) {
+    cli_child child({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1"}, true); // a terminal has stderr as well
+    EXPECT_TRUE(cli_has(child.read_until("no prompt"), "no prompt"));
+    const std::string text = "--prompt=" + cli_long_text(1900);
+    cli_child prefill({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1", text}, true);
+    // The terminal is stdin too, so that nothing more is read; -p alone starts the work.
+    usleep(300000);
+    kill(prefill.pid, SIGINT);
+    const std::string got = prefill.rest();
+    EXPECT_EQ(prefill.status(5), 130);
+    EXPECT_FALSE(cli_has(got, "prefill 0.0")) << got;
+    int done = 0, all = 0;
+    const size_t at = got.find("prompt ");
+    ASSERT_NE(at, std::string::npos) << got;
+    ASSERT_EQ(sscanf(got.c_str() + at, "prompt %d of %d tokens", &done, &all), 2) << got;
+    EXPECT_GT(all, 1800);
+    EXPECT_LT(done, all);
+    EXPECT_EQ(cli_has(got, "prefill"), done > 0) << got;
+}
+
+TEST(Cli, StopsPerplexityOnASignal) {
+    test::temp_dir dir;
+    test::write_file(dir / "text", cli_long_text(40000));
+    cli_child child({"perplexity", cli_model(), "-f", dir / "text", "-c", "16", "-t", "1"}, true);
+    const std::string bar = child.read_until("perplexity [");
+    ASSERT_TRUE(cli_has(bar, "perplexity [")) << bar;
+    kill(child.pid, SIGINT);
+    const std::string rest = child.rest();
+    EXPECT_EQ(child.status(5), 130);
+    EXPECT_TRUE(!rest.empty() && rest.back() == '\n') << "the bar's line is ended: " << rest;
+}
+
 TEST(Cli, StopsReadingOnASignal) {
     cli_child child({"run", cli_model(), "-q", "-p", "x"});
     usleep(200000); // stdin stays open and silent
@@ -422,8 +495,9 @@ TEST(Cli, RefusesWrongUsage) {
         {{"run", m, "-Z"}, "unknown option -Z"},
         {{"info", m, "--temp", "1"}, "--temp is no option of 'info'"},
         {{"run", m, "-n"}, "-n/--max-tokens needs a value"},
-        {{"run", m, "-n", "12x"}, "'12x' is not a whole number from 0 to 2147483647"},
-        {{"run", m, "-n", "-3"}, "'-3' is not a whole number"},
+        {{"run", m, "-n", "12x"}, "'12x' is not a whole number from -1 to 2147483647"},
+        {{"run", m, "-n", "-2"}, "'-2' is not a whole number"},
+        {{"run", m, "-c", "-1"}, "'-1' is not a whole number from 0"},
         {{"run", m, "-n", "99999999999999999999"}, "is not a whole number"},
         {{"run", m, "-n", "2147483648"}, "is not a whole number"},
         {{"run", m, "-n", " 1"}, "is not a whole number"},
@@ -436,14 +510,24 @@ TEST(Cli, RefusesWrongUsage) {
         {{"run", m, "--seed", "18446744073709551615"}, "or -1 for a random one"},
         {{"run", m, "--stop", ""}, "some text"},
         {{"run", m, "--raw=1", "-p", "x"}, "takes no value"},
-        {{"run", m, "two"}, "unexpected argument 'two'"},
+        {{"run", m, "two"}, "unexpected argument 'two' (the text is given with -p)"},
+        {{"info", m, "two"}, "unexpected argument 'two'; see"},
+        {{"run", m, "--temperature", "1"}, "Did you mean --temp?"},
+        {{"run", m, "--ctx-size=100"}, "Did you mean --ctx?"},
+        {{"chat", m, "--n-predict", "5"}, "Did you mean --max-tokens?"},
+        {{"info", m, "--temperature", "1"}, "--temperature is no option of 'info'"},
+        {{"run", m, "-ngl", "99"}, "-ngl: this build runs on the CPU only"},
+        {{"bench", m, "-ngl99"}, "-ngl: this build runs on the CPU only"},
+        {{"run", m, "--gpu-layers=9"}, "--gpu-layers: this build runs on the CPU only"},
+        {{"info", m, "-v"}, "-v is no option of 'info'"},
+        {{"tokenize", m, "--verbose"}, "--verbose is no option of 'tokenize'"},
+        {{"help", "run", "chat"}, "unexpected argument 'chat'"},
         {{"run", m, "-m", m}, "two models"},
         {{"run", m, "--raw", "-s", "x", "-p", "y"}, "--raw"},
         {{"tokenize", m, "--decode", "--no-bos"}, "--no-bos"},
         {{"tokenize", m, "-p", "x", "-f", "y"}, "give one"},
         {{"perplexity", m, "-c", "1"}, "from 2"},
         {{"bench", m, "-p", "0", "-n", "0"}, "nothing to measure"},
-        {{"bench", m, "--json", "--csv"}, "give one"},
         {{"bench", m, "--depth", "1,,2"}, "commas between"},
     };
     for (const auto &c : cases) {
@@ -473,7 +557,8 @@ TEST(Cli, UnderstandsEveryFormOfAnOption) {
 }
 
 TEST(Cli, HelpsOnStdout) {
-    for (const char *line : {"\"$E\" --help", "\"$E\" help", "\"$E\" -h", "\"$E\" help run", "\"$E\" run --help"}) {
+    for (const char *line : {"\"$E\" --help", "\"$E\" help", "\"$E\" -h", "\"$E\" help run", "\"$E\" run --help",
+                             "\"$E\" help help", "\"$E\" --help run", "\"$E\" help --help"}) {
         const command_result r = cli_shell(line);
         EXPECT_EQ(r.code, 0) << line;
         EXPECT_EQ(r.err, "") << line;
@@ -481,6 +566,8 @@ TEST(Cli, HelpsOnStdout) {
     }
     const command_result version = cli_shell("\"$E\" --version");
     EXPECT_EQ(version.code, 0);
+    EXPECT_EQ(cli_shell("\"$E\" version").out, version.out);
+    EXPECT_EQ(cli_shell("\"$E\" help help").out, cli_shell("\"$E\" help").out);
     EXPECT_EQ(version.out.compare(0, 7, "engine "), 0);
     EXPECT_TRUE(cli_one_line(version.out));
     EXPECT_TRUE(cli_has(cli_shell("\"$E\" help run").out, "--top-k N"));
@@ -528,7 +615,29 @@ TEST(Cli, StopsBeforeAStopString) {
     const command_result r =
         cli_run("run", {"-p", "What is your name?", "--temp", "0", "--stop", "no such text", "--stop", stop});
     EXPECT_EQ(r.out, all.substr(0, all.find(stop)) + "\n");
-    EXPECT_TRUE(cli_has(r.err, "(stop)")) << r.err;
+    EXPECT_TRUE(cli_has(r.err, "(stop_string)")) << r.err;
+}
+
+TEST(Cli, SaysWhyAnAnswerEnded) {
+    const auto reason = [](std::vector<std::string> args) {
+        args.insert(args.end(), {"-p", "What is your name?", "--temp", "0", "--json", "-q"});
+        const std::string out = cli_run("run", args).out, key = "\"finish_reason\":\"";
+        const size_t at = out.find(key);
+        return at == std::string::npos ? out
+                                       : out.substr(at + key.size(), out.find('"', at + key.size()) - at - key.size());
+    };
+    EXPECT_EQ(reason({}), "stop");
+    EXPECT_EQ(reason({"-n", "-1"}), "stop") << "-1 is no limit";
+    EXPECT_EQ(reason({"-n", "2"}), "length");
+    EXPECT_EQ(reason({"--stop", "name"}), "stop_string");
+    EXPECT_EQ(reason({"-c", "20", "--ignore-eos"}), "context");
+    cli_child child({"run", cli_model(), "-p", "Hello", "--ignore-eos", "--json", "-q", "-t", "1"});
+    child.close_input();
+    usleep(150000);
+    kill(child.pid, SIGINT);
+    const std::string out = child.rest();
+    EXPECT_EQ(child.status(5), 130);
+    EXPECT_TRUE(out.empty() || cli_has(out, "\"finish_reason\":\"cancelled\"")) << out;
 }
 
 TEST(Cli, PrintsAnAnswerAsJson) {
@@ -660,15 +769,43 @@ TEST(Cli, MeasuresSpeed) {
         all.push_back(form);
         return cli_run("bench", all);
     };
-    const command_result json = with("--json"), csv = with("--csv"), text = with("-q");
+    const command_result json = with("--json"), text = with("-q");
     EXPECT_EQ(json.code, 0) << json.err;
     EXPECT_TRUE(cli_is_json(json.out)) << json.out;
     for (const char *part :
          {"\"test\":\"prefill\",\"depth\":0,\"tokens\":4,", "\"test\":\"decode\",\"depth\":5,\"tokens\":3,",
           "\"bandwidth_gb_s\":", "\"generic_ops\":"})
         EXPECT_TRUE(cli_has(json.out, part)) << part << " in " << json.out;
-    EXPECT_EQ(std::count(csv.out.begin(), csv.out.end(), '\n'), 5) << csv.out;
-    EXPECT_EQ(std::count(csv.out.begin(), csv.out.end(), ','), 5 * 8) << csv.out;
+    const auto value = [](const std::string &object, const std::string &key) {
+        const size_t at = object.find("\"" + key + "\":");
+        EXPECT_NE(at, std::string::npos) << key << " in " << object;
+        return at == std::string::npos ? 0 : atof(object.c_str() + at + key.size() + 3); // null reads as 0
+    };
+    const double bandwidth = value(json.out, "bandwidth_gb_s");
+    EXPECT_GT(bandwidth, 0);
+    int rows = 0;
+    for (size_t at = 0; (at = json.out.find("{\"test\"", at)) != std::string::npos; at++, rows++) {
+        const std::string row = json.out.substr(at, json.out.find('}', at) - at);
+        const double rate = value(row, "tok_s");
+        EXPECT_GT(rate, 0) << row;
+        EXPECT_EQ(value(row, "min_tok_s"), rate) << "one repetition: " << row;
+        EXPECT_EQ(value(row, "max_tok_s"), rate) << row;
+        if (cli_has(row, "prefill")) {
+            EXPECT_TRUE(cli_has(row, "\"bytes_per_token\":null,\"gb_s\":null,\"bandwidth_share\":null")) << row;
+            continue;
+        }
+        // The weights are read once per token: all but the table of embeddings, of which it takes a row.
+        const double bytes = value(row, "bytes_per_token"), speed = value(row, "gb_s");
+        EXPECT_GE(bytes, value(cli_run("info", {"--json"}).out, "decode_bytes")) << row;
+        EXPECT_NEAR(speed, bytes * rate * 1e-9, 1e-6 * speed) << row;
+        EXPECT_NEAR(value(row, "bandwidth_share"), speed / bandwidth, 1e-6 * speed / bandwidth) << row;
+    }
+    EXPECT_EQ(rows, 4);
+    std::istringstream lines(text.out);
+    for (std::string line; std::getline(lines, line);)
+        EXPECT_LE(line.size(), 100u) << line;
+    EXPECT_FALSE(cli_has(cli_run("bench", {"-p", "4", "-n", "0", "-r", "1"}).out, "GB/s  of"))
+        << "columns that only decode rows fill";
     for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode"})
         EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
 }
@@ -702,8 +839,15 @@ TEST(Cli, ChatsOnATerminal) {
     EXPECT_TRUE(cli_has(chat.read_until("cleared"), "cleared"));
     chat.type("/hlep\n");
     EXPECT_TRUE(cli_has(chat.read_until("/help?"), "Did you mean /help?"));
-    chat.type("/help\n");
-    EXPECT_TRUE(cli_has(chat.read_until("Ctrl-C"), "/regen"));
+    chat.type("/clear now\n");
+    EXPECT_TRUE(cli_has(chat.read_until("argument"), "/clear takes no argument"));
+    chat.read_until("> ");
+    chat.type("/exit now\n");
+    EXPECT_TRUE(cli_has(chat.read_until("argument"), "/exit takes no argument"));
+    chat.read_until("> ");
+    chat.type("  /help\n");
+    const std::string help = chat.read_until("Ctrl-C");
+    EXPECT_TRUE(cli_has(help, "/regen") && cli_has(help, "/?")) << help;
     chat.type("\"\"\"one\ntwo\"\"\"\n");
     EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "tok/s")) << "a block is one message";
     chat.read_until("> ");
@@ -753,15 +897,97 @@ TEST(Cli, StopsPrefillInAChatWithCtrlC) {
 }
 
 TEST(Cli, KeepsAChatAliveWhenItsContextIsFull) {
-    cli_child chat({"chat", cli_model(), "-c", "40"}, true);
+    cli_child chat({"chat", cli_model(), "-c", "40", "--ignore-eos"}, true);
     chat.read_until("> ");
     chat.type(cli_long_text(60) + "\n");
-    EXPECT_TRUE(cli_has(chat.read_until("/clear"), "exceeds the available context size of 40 tokens"));
+    std::string got = chat.read_until("-c\r\n");
+    EXPECT_TRUE(cli_has(got, "not answered") && cli_has(got, "context of 40") && cli_has(got, "/clear")) << got;
     chat.read_until("> ");
     chat.type("Hi\n");
-    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "is dropped")) << "the unanswered message goes, and that is said";
+    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "is full")) << "what was refused is gone";
+    for (int i = 0; i < 3; i++) { // the context is full now, and stays so
+        chat.read_until("\n> ");
+        chat.type("Hi\n");
+        got = chat.read_until("-c\r\n");
+        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "answer ")) << got;
+    }
     chat.read_until("> ");
+    chat.type("/clear\n");
+    chat.read_until("> ");
+    chat.type("Hi\n");
+    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "prompt ")) << "answers again";
+    chat.read_until("\n> ");
     chat.type("/exit\n");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+// TERM=dumb and an editor, or none: lines that come together are one message.
+TEST(Cli, TakesAPasteAsOneMessage) {
+    cli_child chat({"chat", cli_model(), "-n", "1"}, true);
+    chat.read_until("> ");
+    std::string shown = chat.paste("one\n\ttwo\n\nthree\n") + chat.read_until("\n> ");
+    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 tokens")) << shown;
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
+    chat.read_until("> ");
+    shown = chat.paste("four\nfive"); // its last line has no end yet
+    chat.type(" six\n");
+    shown += chat.read_until("| answer");
+    EXPECT_TRUE(cli_has(shown, "six")) << shown;
+    chat.read_until("\n> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "4 messages"));
+    chat.read_until("> ");
+    chat.paste("/clear\nseven\n\"\"\"eight\n"); // a command is a line
+    EXPECT_TRUE(cli_has(chat.read_until("| answer"), "cleared"));
+    chat.read_until("\n> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
+    chat.read_until("> ");
+    chat.paste("nine\n\x04"); // answered before the end takes effect
+    EXPECT_TRUE(cli_has(chat.read_until("| answer"), "| answer"));
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, TakesALargePaste) {
+    cli_child chat({"chat", cli_model()}, true);
+    chat.read_until("> ");
+    std::string text;
+    for (int i = 0; text.size() < 100000; i++)
+        text += "line " + std::to_string(i) + " of a long text that goes into the conversation\n";
+    // All of it is one prompt, so none of it fits the context, and the tokens say that nothing was lost.
+    const size_t least = cli_numbers(cli_run("tokenize", {"--json", "--no-bos"}, text).out, "ids").size();
+    std::string shown = chat.paste(text);
+    if (!cli_has(shown, "not answered"))
+        shown += chat.read_until("not answered");
+    shown = shown.substr(shown.rfind("not answered")) + chat.read_until("-c\r\n");
+    int tokens = 0;
+    ASSERT_EQ(sscanf(shown.c_str(), "not answered: with this message the prompt has %d tokens", &tokens), 1) << shown;
+    EXPECT_NEAR(double(tokens), double(least), 100);
+    chat.read_until("> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "0 messages"));
+    chat.type("/exit\n");
+    chat.rest();
+    EXPECT_EQ(chat.status(5), 0);
+}
+
+TEST(Cli, SendsABlockThatCtrlDEnds) {
+    cli_child chat({"chat", cli_model(), "-n", "1"}, true);
+    chat.read_until("> ");
+    chat.type("\"\"\"one\n");
+    chat.read_until("... ");
+    chat.type("two\n");
+    chat.read_until("... ");
+    chat.type("\x04");
+    EXPECT_TRUE(cli_has(chat.read_until("| answer 1"), "| answer 1"));
+    chat.read_until("\n> ");
+    chat.type("/stats\n");
+    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
+    chat.read_until("> ");
+    chat.type("\x04");
     chat.rest();
     EXPECT_EQ(chat.status(5), 0);
 }

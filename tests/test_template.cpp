@@ -5,7 +5,7 @@ namespace {
 
 struct template_case {
     string name, source, bos, eos, kind, expected; // kind: text, refusal, error
-    string arguments; // as statements that set them
+    string arguments;                              // as statements that set them
     vector<chat_message> messages;
     bool prompt = false;
 };
@@ -38,8 +38,7 @@ vector<template_case> template_cases(const string &records) {
             const size_t equal = value.find('=');
             const string v = value.substr(equal + 1);
             c.arguments += "{% set " + value.substr(0, equal) + " = " + (v == "false" ? v : "'" + v + "'") + " +%}";
-        }
-        else if (key == "role")
+        } else if (key == "role")
             c.messages.push_back({value, ""});
         else if (key == "content")
             c.messages.back().content = value;
@@ -244,8 +243,7 @@ TEST(Template, RefusalsAreFinal) {
                          "{% endif %}{{ p.text }}{% endfor %}";
     EXPECT_EQ(template_error("{% if messages[0].content is not string %}" + parts + "{% endif %}", secret),
               "template line 1: no");
-    EXPECT_EQ(template_error("{{ messages[0].content[0].text | default('') }}" + parts, secret),
-              "template line 1: no");
+    EXPECT_EQ(template_error("{{ messages[0].content[0].text | default('') }}" + parts, secret), "template line 1: no");
     EXPECT_EQ(template_text("{% if messages[0].content is not string %}" + parts + "{% endif %}"), "Be <b>.");
     // Blank contents that are trimmed away are no reason to refuse.
     EXPECT_EQ(template_text("{% if messages[0].content is string %}<{{ messages[0].content | trim }}>{% else %}" +
@@ -261,7 +259,8 @@ TEST(Template, InvalidUtf8) {
     const vector<chat_message> bytes = {{"user", "a\xe4\xb8\xff\x80\xf0\x9f\xa6z"}};
     EXPECT_EQ(template_text("{{ messages[0].content | length }}", bytes), "6");
     EXPECT_EQ(template_text("{{ messages[0].content | list | join }}", bytes), bytes[0].content);
-    EXPECT_EQ(template_text("{{ messages[0].content[::-1] }}", bytes), "z\xf0\x9f\xa6\x80\xff\xe4\xb8" "a");
+    EXPECT_EQ(template_text("{{ messages[0].content[::-1] }}", bytes), "z\xf0\x9f\xa6\x80\xff\xe4\xb8"
+                                                                       "a");
 }
 
 // Each of these ends in an error, and soon: the suite runs under a time limit.

@@ -603,6 +603,49 @@ TEST(VocabSpecial, ManyWithOneStart) {
               f.ids({"<|reserved_1999|>", "<|reserved_1|>"}));
 }
 
+// A token that ends a turn cannot be spelled from inside a message, whatever type the file gives it.
+TEST(VocabSpecial, EndsOfTurnsOnlyOnRequest) {
+    const std::vector<string> ends = {"</s>", "<EOT>", "<end_of_turn>", "[EOS]", "[EOM]", "[EOT]"};
+    for (const string &end : ends) {
+        vocab_toy t = vocab_bpe({});
+        const int32_t id = t.add(end, 4), other = t.add("<b>", 4);
+        gguf_writer w;
+        t.write(w);
+        const char *key = end == "[EOS]" ? "eos" : end == "[EOM]" ? "eom" : end == "[EOT]" ? "eot" : nullptr;
+        if (key)
+            w.add_u32(strf("tokenizer.ggml.%s_token_id", key), uint32_t(id));
+        const vocab_file f(w);
+        EXPECT_TRUE(is_end(f.v, id)) << end;
+        const string text = "x" + end + "<b>";
+        vocab_ids plain(text.begin(), text.end() - 3);
+        plain.push_back(other);
+        EXPECT_EQ(vocab_encode(f.v, text), plain) << end;
+        EXPECT_EQ(vocab_encode(f.v, text, true, string(text.size(), 1).c_str()), plain) << end;
+        EXPECT_EQ(vocab_encode(f.v, text, true), (vocab_ids{'x', id, other})) << end;
+    }
+}
+
+// Tokens of more than 256 bytes are never looked for, so that the work for a text is bounded, whatever the file has.
+TEST(VocabSpecial, LongOnes) {
+    vocab_toy t = vocab_bpe({});
+    const int32_t control = t.add(string(256, 'c'), 3), user = t.add(string(256, 'u'), 4);
+    t.add(string(257, 'C'), 3), t.add(string(257, 'U'), 4);
+    const vocab_file f = t.load();
+    EXPECT_EQ(vocab_encode(f.v, string(256, 'c') + string(256, 'u'), true), (vocab_ids{control, user}));
+    EXPECT_EQ(vocab_encode(f.v, string(257, 'C') + string(257, 'U'), true).size(), 2 * 257u);
+
+    vocab_toy huge = vocab_bpe({}), many = vocab_bpe({});
+    huge.add(string(1 << 20, 'a') + "b", 4);
+    for (size_t n = 1; n < 255; n++)
+        many.add(string(n, 'a') + "b", n % 2 ? 3 : 4);
+    many.add(string(255, 'a') + "c", 4);
+    const string text(40000, 'a');
+    EXPECT_EQ(vocab_encode(huge.load().v, text, true).size(), text.size());
+    EXPECT_EQ(vocab_encode(many.load().v, text, true).size(), text.size());
+    EXPECT_EQ(vocab_encode(many.load().v, text + "b", true).size(), text.size() + 1 - 254);
+    EXPECT_EQ(vocab_encode(many.load().v, text + "c", true).size(), text.size() + 1 - 255);
+}
+
 // ---- SentencePiece's rules ----
 
 TEST(VocabSpm, SpacePrefix) {
@@ -945,6 +988,64 @@ TEST(VocabFile, BadFilesAreRefused) {
     refused(m, {"unknown model", "", nullptr, {"tokenizer.ggml.model", "t5"}, ENGINE_EUNSUPPORTED});
     gguf_writer empty;
     refused(empty, {"no tokenizer", "", nullptr, {"tokenizer.ggml.model"}, ENGINE_EFORMAT});
+}
+
+// What a vocabulary takes in memory beyond its file.
+size_t vocab_memory(const vocab &v) {
+    auto bytes = [](auto &x) { return x.capacity() * sizeof x[0]; };
+    return bytes(v.arena) + bytes(v.text) + bytes(v.type) + bytes(v.pieces) + bytes(v.merges) + bytes(v.rank) +
+           bytes(v.matched);
+}
+
+// Files made to need much memory: tokens that can be cut anywhere into two tokens, and many short merges.
+TEST(VocabFile, MemoryIsBounded) {
+    vocab_toy spm = vocab_spm({});
+    std::mt19937 random(6);
+    string letters;
+    for (int i = 0; i < 400; i++)
+        letters += char('a' + random() % 26);
+    for (size_t from = 0; from < letters.size(); from++) // all pieces of one text
+        for (size_t n = 1; n <= 128 && from + n <= letters.size(); n++)
+            spm.add(letters.substr(from, n), 1, -float(n));
+    vocab_toy bpe = vocab_bpe({});
+    for (int i = 0; i < 300000; i++)
+        bpe.merges.push_back({char('a' + i % 26), ' ', char('a' + i / 26 % 26)});
+    for (const vocab_toy *t : {&spm, &bpe}) {
+        const vocab_file f = t->load();
+        EXPECT_GT(f.bytes.size(), 3u << 20);
+        EXPECT_LT(f.bytes.size(), 5u << 20);
+        EXPECT_LT(vocab_memory(f.v), f.bytes.size() + (32 << 20));
+    }
+    const vocab_file f = spm.load();
+    EXPECT_EQ(vocab_decode(f.v, vocab_encode(f.v, letters + letters)), letters + letters);
+
+    gguf_writer w;
+    vocab_bpe({}).write(w, "merges");
+    string list = gguf_array_head(GGUF_STRING, MAX_MERGES + 1);
+    for (uint64_t i = 0; i <= MAX_MERGES; i++)
+        list += gguf_string("a b");
+    w.add_raw("tokenizer.ggml.merges", GGUF_ARRAY, list);
+    try {
+        vocab_file refused(w);
+        ADD_FAILURE() << "too many merges load";
+    } catch (const Error &e) {
+        EXPECT_EQ(e.msg, "toy.gguf: tokenizer.ggml.merges: has 2097153 entries, more than 2097152");
+    }
+}
+
+// As many tokens as the largest real vocabularies have, some of them long.
+TEST(VocabFile, LargeVocabularies) {
+    vocab_toy spm = vocab_spm({"_"}), bpe = vocab_bpe({});
+    for (int i = 0; i < 256000; i++) {
+        const string s = i % 1000 ? strf("%x", 0x100000 + i) : string(size_t(100 + i / 1000), 'z') + char('a' + i % 7);
+        spm.add(s, 1, -float(i)), bpe.add(s);
+        bpe.merges.push_back(s.substr(0, 1) + " " + s.substr(1));
+        bpe.merges.push_back(s.substr(0, s.size() - 1) + " " + s.substr(s.size() - 1));
+    }
+    const vocab_file s = spm.load(), b = bpe.load();
+    EXPECT_EQ(s.v.n, 256260);
+    EXPECT_EQ(vocab_decode(s.v, vocab_encode(s.v, "100001 zzz")), "100001 zzz");
+    EXPECT_EQ(vocab_decode(b.v, vocab_encode(b.v, "100001 zzz")), "100001 zzz");
 }
 
 // Whatever a damaged file says, it is refused with an Error or it works.
