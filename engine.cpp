@@ -49,6 +49,7 @@
 #include <climits>
 #include <cmath>
 #include <condition_variable>
+#include <csignal>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -278,12 +279,21 @@ struct thread_pool {
     const int size;
 
     explicit thread_pool(int n_threads) : size(n_threads) {
+        // The host's signal handlers run on the host's threads: workers are started with all signals blocked.
+        sigset_t all, old;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &old);
+        string failure;
         try {
             for (int w = 1; w < size; w++)
                 threads.emplace_back([this, w] { work(w); });
         } catch (const std::exception &e) {
+            failure = e.what();
+        }
+        pthread_sigmask(SIG_SETMASK, &old, nullptr);
+        if (!failure.empty()) {
             stop_all();
-            fail(ENGINE_ENOMEM, "cannot start %d threads: %s", size, e.what());
+            fail(ENGINE_ENOMEM, "cannot start %d threads: %s", size, failure.c_str());
         }
     }
     ~thread_pool() { stop_all(); }
@@ -681,8 +691,15 @@ struct tensor_info {
     uint64_t bytes;
 };
 
-// One error message has 256 bytes in all; of a long path its end says enough.
-static string show_path(const string &path) { return path.size() <= 80 ? path : "..." + path.substr(path.size() - 77); }
+// One error message has 256 bytes in all; of a long path its end says enough. Control characters do not belong into
+// one.
+static string show_path(const string &path) {
+    string out = path.size() <= 100 ? path : "..." + path.substr(path.size() - 97);
+    for (char &c : out)
+        if (uint8_t(c) < 0x20 || c == 0x7f)
+            c = '?';
+    return out;
+}
 
 struct model_file {
     string path;
@@ -3861,12 +3878,14 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
     double factor = f.get_float(key("rope.scaling.factor"), 0.0);
     if (type.empty() && f.meta(key("rope.scale_linear")))
         type = "linear", factor = f.get_float(key("rope.scale_linear"), 1.0);
+    if (type.empty() && factor != 0)
+        type = "linear"; // what files from before the key existed mean
     hp.rope_scale = float(f.get_float(key("rope.scaling.attn_factor"), 1.0));
     if (type.empty() || type == "none")
         return;
     if (type != "linear" && type != "yarn")
         fail(ENGINE_EUNSUPPORTED, "%s: %s: rotary scaling \"%s\" is not supported (none, linear, yarn are)",
-             f.path.c_str(), key("rope.scaling.type").c_str(), show(type).c_str());
+             show_path(f.path).c_str(), key("rope.scaling.type").c_str(), show(type).c_str());
     if (!(factor >= 1 && factor <= 1e6))
         f.bad(key("rope.scaling.factor"), "%g, but scaling \"%s\" needs a factor of 1 to 1e6", factor, type.c_str());
     if (type == "linear") {
@@ -3920,12 +3939,12 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
     if (!(hp.eps >= 0 && hp.eps < 1))
         f.bad((prefix + "attention.layer_norm_rms_epsilon"), "%g is out of range 0 to 1", double(hp.eps));
     if (f.get_int(prefix + "expert_count", 0, 0, INT_MAX) > 0)
-        fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet", f.path.c_str(),
-             prefix.c_str());
+        fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet",
+             show_path(f.path).c_str(), prefix.c_str());
     if (f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
         log_msg(ENGINE_LOG_WARN,
-                "%s: %sattention.sliding_window is not used by this architecture; full attention it is", f.path.c_str(),
-                prefix.c_str());
+                "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
+                show_path(f.path).c_str(), prefix.c_str());
     hp.n_vocab = v.n;
     hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
     hp.glu = a.glu;
@@ -3945,15 +3964,16 @@ struct binder {
         const tensor_info *t = file.find(name);
         if (!t) {
             if (required)
-                fail(ENGINE_EFORMAT, "%s: tensor %s is missing", file.path.c_str(), name.c_str());
+                fail(ENGINE_EFORMAT, "%s: tensor %s is missing", show_path(file.path).c_str(), name.c_str());
             return nullptr;
         }
         if (t->dims[0] != uint64_t(n_in) || t->dims[1] != uint64_t(n_out) || t->dims[2] != 1 || t->dims[3] != 1)
             fail(ENGINE_EFORMAT, "%s: tensor %s has shape [%llu, %llu, %llu, %llu], expected [%lld, %lld]",
-                 file.path.c_str(), name.c_str(), (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
-                 (unsigned long long)t->dims[2], (unsigned long long)t->dims[3], (long long)n_in, (long long)n_out);
+                 show_path(file.path).c_str(), name.c_str(), (unsigned long long)t->dims[0],
+                 (unsigned long long)t->dims[1], (unsigned long long)t->dims[2], (unsigned long long)t->dims[3],
+                 (long long)n_in, (long long)n_out);
         if (!find_format(t->type))
-            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s has type %d, which holds no weights", file.path.c_str(),
+            fail(ENGINE_EUNSUPPORTED, "%s: tensor %s has type %d, which holds no weights", show_path(file.path).c_str(),
                  name.c_str(), t->type);
         used.push_back(t->name);
         return t;
@@ -3961,7 +3981,7 @@ struct binder {
     mem upload(const string &name, const uint8_t *data, uint64_t bytes) {
         mem m = ops.weights(be, data, bytes);
         if (!m.handle)
-            fail(ENGINE_ENOMEM, "%s: tensor %s: no memory for %llu bytes", file.path.c_str(), name.c_str(),
+            fail(ENGINE_ENOMEM, "%s: tensor %s: no memory for %llu bytes", show_path(file.path).c_str(), name.c_str(),
                  (unsigned long long)bytes);
         return m;
     }
@@ -4028,7 +4048,7 @@ static const arch &find_arch(const model_file &f) {
             return a;
         known += string(known.empty() ? "" : ", ") + a.name;
     }
-    fail(ENGINE_EUNSUPPORTED, "%s: general.architecture: \"%s\" is not supported (%s are)", f.path.c_str(),
+    fail(ENGINE_EUNSUPPORTED, "%s: general.architecture: \"%s\" is not supported (%s are)", show_path(f.path).c_str(),
          show(name).c_str(), known.c_str());
 }
 
@@ -4057,10 +4077,10 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
             if (t.name != "token_embd.weight" || w.out.data.handle == w.embed.data.handle)
                 w.decode_bytes += int64_t(t.bytes);
         } else if (t.name.substr(0, 2) == "v." || t.name.substr(0, 3) == "mm.") {
-            log_msg(ENGINE_LOG_WARN, "%s: tensor %s is not used", f.path.c_str(), show(t.name).c_str());
+            log_msg(ENGINE_LOG_WARN, "%s: tensor %s is not used", show_path(f.path).c_str(), show(t.name).c_str());
         } else if (t.name != "rope_freqs.weight") {
             fail(ENGINE_EUNSUPPORTED, "%s: tensor %s is not part of architecture %s as it is known here",
-                 f.path.c_str(), show(t.name).c_str(), a.name);
+                 show_path(f.path).c_str(), show(t.name).c_str(), a.name);
         }
     }
     return w;
@@ -6712,6 +6732,8 @@ static int set_error(engine_error *err, int code, const string &msg) {
         while (n < msg.size() && n > 0 && (uint8_t(msg[n]) & 0xc0) == 0x80) // not in the middle of a character
             n--;
         memcpy(err->msg, msg.data(), n);
+        std::replace_if(
+            err->msg, err->msg + n, [](char c) { return uint8_t(c) < 0x20; }, ' '); // one line
         err->msg[n] = 0;
     }
     return code;
@@ -6753,7 +6775,7 @@ static void check_pointer(const char *what, const void *p) {
         fail(ENGINE_EINVAL, "%s is NULL", what);
 }
 static string_view text_view(const char *text, size_t len) {
-    if (!text && len && len != size_t(-1))
+    if (!text && len)
         fail(ENGINE_EINVAL, "text is NULL");
     return text ? string_view(text, len == size_t(-1) ? strlen(text) : len) : string_view();
 }
@@ -6948,7 +6970,7 @@ int engine_meta(const engine_model *model, const char *key, char *out, size_t ca
         if (key) {
             const meta_value *v = model->file.meta(key);
             if (!v)
-                fail(ENGINE_EINVAL, "%s: no such key: %s", model->file.path.c_str(), show(key).c_str());
+                fail(ENGINE_EINVAL, "%s: no such key: %s", show_path(model->file.path).c_str(), show(key).c_str());
             return give_text(meta_text(*v), out, cap);
         }
         string all;
@@ -7010,16 +7032,22 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
         const engine_model &m = *model;
         if (!m.file.meta("tokenizer.chat_template"))
             fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text",
-                 m.file.path.c_str());
+                 show_path(m.file.path).c_str());
         vector<chat_message> list;
         for (size_t i = 0; i < n; i++) {
             check_pointer("a message's role", messages[i].role);
             check_pointer("a message's content", messages[i].content);
             list.push_back({messages[i].role, messages[i].content});
         }
-        const chat_text chat =
-            render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
-                            piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+        chat_text chat;
+        try {
+            chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
+                                   piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+        } catch (const Error &e) {
+            fail(e.code, "%s: %s", show_path(m.file.path).c_str(), e.msg.c_str());
+        }
+        if (chat.text.empty())
+            fail(ENGINE_ETEMPLATE, "%s: tokenizer.chat_template: rendered nothing", show_path(m.file.path).c_str());
         vector<int32_t> all;
         tokenize(m.voc, chat.text, true, reinterpret_cast<const uint8_t *>(chat.literal.data()), all);
         return give_tokens(all, ids, cap);

@@ -22,7 +22,7 @@
       for anything, but not compute on or change the session that called them (ENGINE_EINVAL).
    6. A model may be used by many threads at once. A session belongs to one thread at a time, except for
       engine_cancel, which any thread may call at any time. The model's threads serve one call at a time:
-      calls that compute on several sessions of one model take turns under one lock.
+      calls that compute on several sessions of one model take turns under one lock. A model does not survive fork().
    7. The library never prints, exits or aborts. What it has to say goes to engine_set_log's callback.
    8. The same tokens give the same bits: logits do not depend on how a prompt was cut into calls or chunks, nor
       on the number of threads, nor on what was rewound before. */

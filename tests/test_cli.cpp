@@ -327,7 +327,7 @@ TEST(Cli, StopsWhenTheContextIsFull) {
 }
 
 TEST(Cli, TakesAnyBytes) {
-    const std::string bytes("a\0b \xff\xfe \xf0\x9f end", 15);
+    const std::string bytes("a\0b \xff\xfe \xf0\x9f end", 13);
     for (const char *mode : {"--temp=0", "--raw"}) {
         const command_result r = cli_run("run", {mode, "-n", "4"}, bytes);
         EXPECT_EQ(r.code, 0) << r.err;
@@ -900,7 +900,7 @@ TEST(Cli, KeepsAChatAliveWhenItsContextIsFull) {
     cli_child chat({"chat", cli_model(), "-c", "40", "--ignore-eos"}, true);
     chat.read_until("> ");
     chat.type(cli_long_text(60) + "\n");
-    std::string got = chat.read_until("-c\r\n");
+    std::string got = chat.read_until("with -c");
     EXPECT_TRUE(cli_has(got, "not answered") && cli_has(got, "context of 40") && cli_has(got, "/clear")) << got;
     chat.read_until("> ");
     chat.type("Hi\n");
@@ -908,8 +908,8 @@ TEST(Cli, KeepsAChatAliveWhenItsContextIsFull) {
     for (int i = 0; i < 3; i++) { // the context is full now, and stays so
         chat.read_until("\n> ");
         chat.type("Hi\n");
-        got = chat.read_until("-c\r\n");
-        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "answer ")) << got;
+        got = chat.read_until("with -c");
+        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "| answer")) << got;
     }
     chat.read_until("> ");
     chat.type("/clear\n");
@@ -962,7 +962,7 @@ TEST(Cli, TakesALargePaste) {
     std::string shown = chat.paste(text);
     if (!cli_has(shown, "not answered"))
         shown += chat.read_until("not answered");
-    shown = shown.substr(shown.rfind("not answered")) + chat.read_until("-c\r\n");
+    shown = shown.substr(shown.rfind("not answered")) + chat.read_until("with -c");
     int tokens = 0;
     ASSERT_EQ(sscanf(shown.c_str(), "not answered: with this message the prompt has %d tokens", &tokens), 1) << shown;
     EXPECT_NEAR(double(tokens), double(least), 100);

@@ -610,6 +610,8 @@ TEST(Model, RotaryYarn) {
         const double f = std::pow(base, -2.0 * i / n);
         EXPECT_NEAR(w.freqs[size_t(i)] / (f / s * (1 - keep) + f * keep), 1, 1e-12) << i;
     }
+    const weights implied = model_rotary(n, {}, {{"llama.rope.scaling.factor", 4.0f}}, {});
+    EXPECT_NEAR(implied.freqs[1] / (std::pow(10000.0, -2.0 / n) / 4), 1, 1e-12) << "a factor without a type is linear";
     for (const char *type : {"longrope", "yarn", "linear", "xyz"}) {
         EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", type}}, {}, {}), Error)
             << type << " without a factor";
@@ -1104,6 +1106,7 @@ TEST(Api, BadArgumentsAreErrors) {
     EXPECT_EQ(engine_generate(s.s, &go, nullptr, nullptr, nullptr, &err), ENGINE_EINVAL);
     EXPECT_EQ(engine_meta(m.m, "no.such.key", nullptr, 0, &err), ENGINE_EINVAL);
     EXPECT_EQ(engine_tokenize(m.m, nullptr, 5, 0, nullptr, 0, &err), ENGINE_EINVAL);
+    EXPECT_EQ(engine_tokenize(m.m, nullptr, size_t(-1), 0, nullptr, 0, &err), ENGINE_EINVAL);
     EXPECT_EQ(engine_tokenize(m.m, nullptr, 0, 0, nullptr, 0, &err), 0);
     EXPECT_EQ(engine_tokenize(m.m, "x", 1, 64, nullptr, 0, &err), ENGINE_EINVAL);
     engine_close(nullptr);
