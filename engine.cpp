@@ -691,10 +691,9 @@ struct tensor_info {
     uint64_t bytes;
 };
 
-// One error message has 256 bytes in all; of a long path its end says enough. Control characters do not belong into
-// one.
+// One error message has 256 bytes in all: of a long path its end says enough, and control characters do not go in.
 static string show_path(const string &path) {
-    string out = path.size() <= 100 ? path : "..." + path.substr(path.size() - 97);
+    string out = path.size() <= 80 ? path : "..." + path.substr(path.size() - 77);
     for (char &c : out)
         if (uint8_t(c) < 0x20 || c == 0x7f)
             c = '?';
