@@ -5,9 +5,10 @@
 #   make test                 install what the tests need, build and run all of them
 #   make lib                  libengine.a, libengine.so and engine.pc, in the build folder
 #   make install PREFIX=/usr  bin, lib, include, pkgconfig, doc; DESTDIR= is honoured; `make uninstall` undoes it
-#   make info                 what this machine offers
+#   make info                 what this machine offers; `make help`: this text
 #
-#   config=release|debug|sanitize|tsan and CXX=clang++ choose what is built; each pair has its own folder in build/.
+#   config=release|debug|sanitize|tsan and CXX=clang++ choose what is built and run; each pair has its own folder in
+#   build/. Without CXX it is g++, or clang++ where that is all there is; ./engine is that compiler's release build.
 #   Further targets: deps test-long fuzz bench-models size format format-check clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := all
@@ -24,8 +25,9 @@ SOVERSION := 0
 # ---- compiler and flags ----------------------------------------------------------------------------------------------
 # No -march: the engine looks at the processor when it runs. No -ffast-math: results are defined bit for bit.
 
+FOUND_CXX := $(or $(shell for c in g++ clang++; do command -v $$c >/dev/null && echo $$c && break; done),g++)
 ifeq ($(origin CXX),default)
-CXX := g++
+CXX := $(FOUND_CXX)
 endif
 CLANG := $(findstring clang,$(notdir $(CXX)))
 B := build/$(config)$(if $(CLANG),-clang)
@@ -61,7 +63,7 @@ has = $(shell command -v $(1) 2>/dev/null)
 # A release binary carries the C++ library and libedit in itself where their static versions are installed.
 STATIC := -static-libstdc++ -static-libgcc
 EDIT_STATIC := -Wl,-Bstatic -ledit -ltinfo -lbsd -lmd -Wl,-Bdynamic
-NEEDS_FEATURES := $(if $(MAKECMDGOALS),$(filter-out clean deps uninstall format format-check,$(MAKECMDGOALS)),all)
+NEEDS_FEATURES := $(if $(MAKECMDGOALS),$(filter-out run help clean deps uninstall format format-check,$(MAKECMDGOALS)),all)
 ifneq ($(NEEDS_FEATURES),)
 ifeq ($(config),release)
 LINK_STATIC := $(if $(call try,$(STATIC)),$(STATIC))
@@ -77,10 +79,10 @@ EDIT_FLAGS := $(if $(EDIT_LIBS),-DHAVE_LIBEDIT)
 
 # ---- the program and the library -------------------------------------------------------------------------------------
 
-.PHONY: all lib run info size clean install uninstall deps test test-long test-binaries fuzz format format-check bench-models
+.PHONY: all lib run help info size clean install uninstall deps test test-long test-binaries fuzz format format-check bench-models
 
 all: $(B)/engine
-ifeq ($(B),build/release)
+ifeq ($(B),build/release$(if $(filter clang++,$(FOUND_CXX)),-clang))
 all: engine
 engine: $(B)/engine
 	@cp -f $< $@
@@ -115,8 +117,12 @@ $(B):
 
 # The answer alone goes to stdout: what the build says goes to stderr.
 run:
-	@$(MAKE) --no-print-directory -s all >&2
-	@if [ -t 0 ]; then exec ./engine chat "$(MODEL)"; else exec ./engine run "$(MODEL)"; fi
+	@$(MAKE) --no-print-directory -q $(B)/engine 2>/dev/null || { echo "building, about a minute ..." >&2; \
+	    $(MAKE) --no-print-directory -s $(B)/engine >&2; }
+	@if [ -t 0 ]; then exec $(B)/engine chat "$(MODEL)"; else exec $(B)/engine run "$(MODEL)"; fi
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 install: all lib
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/share/doc/engine

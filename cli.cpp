@@ -81,10 +81,10 @@ void on_signal(int sig) {
     engine_session *session = computing;
     if (sig == SIGCONT)
         resumed = true;
-    else if (!at_prompt && (!session || caught.exchange(sig)))
-        _exit(128 + sig);
     else if (at_prompt)
         caught = sig;
+    else if (!session || caught.exchange(sig))
+        _exit(128 + sig);
     else
         engine_cancel(session);
     if (at_prompt && write(wake_pipe[1], "", 1) < 0)
@@ -233,24 +233,6 @@ struct progress {
     }
 };
 
-// Says that a model is being loaded, once that has taken a second. The library does not tell how far it is.
-struct load_notice {
-    load_notice() {
-        struct sigaction act = {};
-        act.sa_flags = SA_RESTART;
-        act.sa_handler = [](int) {
-            static const char text[] = "\rloading the model ...";
-            bar_shown = write(2, text, sizeof text - 1) > 0;
-        };
-        sigaction(SIGALRM, &act, nullptr);
-        alarm(bar_wanted() ? 1 : 0);
-    }
-    ~load_notice() {
-        alarm(0);
-        erase_bar();
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------
 // 3. OPTIONS
 //
@@ -315,7 +297,7 @@ const option_row option_table[] = {
     {'t', "threads", "N", COMPUTES, &opt.threads, 0, 512, "threads (0: one per core)"},
     {0, "temp", "X", SAMPLE, &opt.temp, 0, 100, "temperature (0.8); 0 takes the likeliest token always"},
     {0, "top-k", "N", SAMPLE, &opt.top_k, 0, INT_TOP, "sample from the N likeliest tokens (40; 0: off)"},
-    {0, "top-p", "X", SAMPLE, &opt.top_p, 0, 1, "sample from the likeliest that make up X (0.95; 1: off)"},
+    {0, "top-p", "X", SAMPLE, &opt.top_p, 1e-6, 1, "sample from the likeliest that make up X (0.95; 1: off)"},
     {0, "min-p", "X", SAMPLE, &opt.min_p, 0, 1, "leave out what has less than X of the best (0.05; 0: off)"},
     {0, "seed", "N", SAMPLE, &opt.seed, 0, 0, "seed of the draws (-1: a new one; it is shown)"},
     {0, "stop", "TEXT", SAMPLE, &opt.stops, 0, 0, "end the answer before this text; may be given several times"},
@@ -447,14 +429,14 @@ bool store_option(const option_row &row, const char *text, string &range) {
         if (name == other[0])
             name = other[1];
     vector<string> names;
+    bool elsewhere = false; // another command has it
     for (const option_row &row : option_table)
         if (row.commands & cmd.bit)
             names.push_back(string("--") + row.name);
+        else
+            elsewhere = elsewhere || name == row.name || (name.size() == 1 && name[0] == row.letter);
     const string near = name.size() > 1 ? did_you_mean("--" + name, names) : "";
-    bool known = false; // to another command
-    for (const option_row &row : option_table)
-        known = known || name == row.name || (name.size() == 1 && name[0] == row.letter);
-    if (known && near != " Did you mean --" + name + "?")
+    if (elsewhere && near != " Did you mean --" + name + "?")
         fail(EXIT_USAGE, "%s is no option of '%s'; see 'engine help %s'", shown.c_str(), cmd.name, cmd.name);
     fail(EXIT_USAGE, "unknown option %s.%s See 'engine help %s'", shown.c_str(), near.c_str(), cmd.name);
 }
@@ -475,9 +457,9 @@ void parse_options(const command &cmd, int argc, char **argv) {
             only_names = true;
             continue;
         }
+        const bool is_long = arg[1] == '-';
         if (strncmp(arg, "-ngl", 4) == 0)
             unknown_option(cmd, "-ngl", "ngl");
-        const bool is_long = arg[1] == '-';
         for (const char *at = is_long ? arg + 2 : arg + 1; *at;) { // one long option, or a bundle of letters
             const char *equals = is_long ? strchr(at, '=') : nullptr;
             const string name = !is_long ? string(1, *at) : equals ? string(at, equals) : string(at);
@@ -650,7 +632,6 @@ struct opened {
         open_opt.size = sizeof open_opt;
         open_opt.threads = opt.threads;
         open_opt.no_mmap = opt.no_mmap;
-        const load_notice notice;
         check(engine_open(&model, opt.model, &open_opt, &err));
         info.size = sizeof info;
         check(engine_info(model, &info, &err));
@@ -808,10 +789,11 @@ string read_prompt(const char *missing) {
 }
 
 // Messages end at a NUL, so there it becomes U+FFFD.
-string without_nul(string s) {
-    for (size_t i; (i = s.find('\0')) != string::npos;)
-        s.replace(i, 1, "\xef\xbf\xbd");
-    return s;
+string without_nul(const string &s) {
+    string out;
+    for (char c : s)
+        c ? out += c : out += "\xef\xbf\xbd";
+    return out;
 }
 
 vector<int32_t> prompt_ids(opened &m, const string &prompt) {
@@ -1009,7 +991,7 @@ struct line_reader {
         }
     }
     bool take_line(string &line) {
-        const size_t end = pending.find('\n');
+        const size_t end = pending.find_first_of("\r\n"); // libedit swaps the two
         if (end == string::npos)
             return false;
         line.assign(pending, 0, end);
@@ -1030,7 +1012,8 @@ struct line_reader {
         return false;
     }
 
-    // A terminal without an editor hands over whole lines, and of each no more than 4095 bytes.
+    // A terminal without an editor hands over whole lines only, and of each no more than 4095 bytes; so the last line
+    // of a paste, if it has no end, comes too late to belong to it.
     outcome read_plain(const char *prompt, string &line) {
         for (bool show = true; !take_line(line); fill(PASTE_GAP)) {
             if (ended) {
@@ -1121,9 +1104,10 @@ struct line_reader {
 
     outcome read_edited(const char *prompt, string &line) {
         if (take_line(line)) { // of a paste: no one edits it, and the terminal has not shown it
-            string shown = prompt + line + "\n";
-            std::replace_if(
-                shown.begin(), shown.end() - 1, [](unsigned char c) { return c < 32 && c != '\t'; }, '?');
+            string shown = prompt + line;
+            for (char &c : shown)
+                c = (unsigned char)c < 32 && c != '\t' ? '?' : c;
+            shown += "\n";
             return write_out(shown.data(), shown.size()) ? END : LINE;
         }
         prompt_text = prompt;
@@ -1259,10 +1243,7 @@ struct chat {
         if (word == "/help" || word == "/?")
             dprintf(2, "%s", chat_help);
         else if (word == "/clear") {
-            int code; // a signal that came when nothing computed cancels the first call
-            while ((code = engine_sync(m.session, nullptr, 0, &m.err)) == ENGINE_ECANCELLED)
-                continue;
-            m.check(code);
+            m.check(engine_rewind(m.session, 0, &m.err));
             messages.clear();
             note("conversation cleared");
         } else if (word == "/regen") {
@@ -1469,7 +1450,8 @@ void cmd_perplexity() {
     scorer s = {nullptr, size_t(m.info.n_vocab), 0, 0};
     for (size_t w = 0; w < windows; w++) {
         vector<int32_t> window(bos, m.info.bos);
-        window.insert(window.end(), &ids[w * step], ids.data() + std::min(ids.size(), (w + 1) * step));
+        for (size_t i = w * step; i < std::min(ids.size(), (w + 1) * step); i++)
+            window.push_back(ids[i]);
         s.window = &window;
         m.check(engine_sync(m.session, nullptr, 0, &m.err));
         m.check(engine_eval_all(m.session, window.data(), window.size(), scorer::row, &s, &m.err));
@@ -1504,20 +1486,26 @@ double measure_bandwidth(int threads) {
     for (int pass = 0; pass < 4; pass++) { // pass 0 writes
         const double start = now_seconds();
         vector<std::thread> pool;
-        for (size_t t = 0; t < n; t++)
-            pool.emplace_back([&, t, pass] {
-                uint64_t *mine = &data[share * t], sums[lanes] = {};
-                if (pass == 0)
-                    std::fill(mine, mine + share, t + 1);
-                else
-                    for (size_t i = 0; i < share; i += lanes)
-                        for (size_t k = 0; k < lanes; k++)
-                            sums[k] += mine[i + k];
-                for (uint64_t s : sums)
-                    total += s; // used, so that the loop stays
-            });
+        const auto read = [&](size_t t) {
+            uint64_t *mine = &data[share * t], sums[lanes] = {};
+            if (pass == 0)
+                std::fill(mine, mine + share, t + 1);
+            else
+                for (size_t i = 0; i < share; i += lanes)
+                    for (size_t k = 0; k < lanes; k++)
+                        sums[k] += mine[i + k];
+            for (uint64_t s : sums)
+                total += s; // used, so that the loop stays
+        };
+        try {
+            for (size_t t = 0; t < n; t++)
+                pool.emplace_back(read, t);
+        } catch (const std::exception &) { // no more threads: no figure
+        }
         for (std::thread &t : pool)
             t.join();
+        if (pool.size() < n)
+            return 0;
         if (pass)
             best = std::max(best, per_second(double(share * n * sizeof(uint64_t)), now_seconds() - start));
     }
@@ -1556,22 +1544,24 @@ struct bench_row {
     int depth, tokens;
     double rate, least, most; // tokens per second: the median, and the ends
     double bytes;             // that one decode step reads; NAN for prefill, which computes more than it reads
+    const char *name() const { return decode ? "decode" : "prefill"; }
+    double speed() const { return bytes * rate; } // bytes per second
 };
 
 string bench_json(const engine_model_info &i, double bandwidth, const vector<bench_row> &rows) {
-    const auto num = [](double x) { return json_number(x); };
     string out = "{\"model\":" + json_string(i.name) + ",\"arch\":" + json_string(i.arch) +
                  ",\"types\":" + json_string(i.types) + ",\"backend\":" + json_string(i.backend) +
                  strf(",\"threads\":%d", i.threads) + ",\"generic_ops\":" + json_string(i.generic_ops) +
-                 ",\"bandwidth_gb_s\":" + num(bandwidth * 1e-9) + ",\"rows\":";
+                 ",\"bandwidth_gb_s\":" + json_number(bandwidth * 1e-9) + ",\"rows\":";
     return out +
            json_list(rows.data(), rows.size(),
                      [&](const bench_row &r) {
-                         return strf("{\"test\":\"%s\",\"depth\":%d,\"tokens\":%d,\"tok_s\":",
-                                     r.decode ? "decode" : "prefill", r.depth, r.tokens) +
-                                num(r.rate) + ",\"min_tok_s\":" + num(r.least) + ",\"max_tok_s\":" + num(r.most) +
-                                ",\"bytes_per_token\":" + num(r.bytes) + ",\"gb_s\":" + num(r.bytes * r.rate * 1e-9) +
-                                ",\"bandwidth_share\":" + num(r.bytes * r.rate / bandwidth) + "}";
+                         string row = strf("{\"test\":\"%s\",\"depth\":%d,\"tokens\":%d", r.name(), r.depth, r.tokens);
+                         row += ",\"tok_s\":" + json_number(r.rate) + ",\"min_tok_s\":" + json_number(r.least);
+                         row +=
+                             ",\"max_tok_s\":" + json_number(r.most) + ",\"bytes_per_token\":" + json_number(r.bytes);
+                         row += ",\"gb_s\":" + json_number(r.speed() * 1e-9);
+                         return row + ",\"bandwidth_share\":" + json_number(r.speed() / bandwidth) + "}";
                      }) +
            "}\n";
 }
@@ -1584,14 +1574,13 @@ string bench_text(const engine_model_info &i, double bandwidth, const vector<ben
     out += opt.bench_decode ? "  MB/token     GB/s  of bandwidth\n" : "\n";
     bool cached = false;
     for (const bench_row &r : rows) {
-        out += strf("%-8s %7d %7d %11.2f %9.2f %9.2f", r.decode ? "decode" : "prefill", r.depth, r.tokens, r.rate,
-                    r.least, r.most);
+        out += strf("%-8s %7d %7d %11.2f %9.2f %9.2f", r.name(), r.depth, r.tokens, r.rate, r.least, r.most);
         if (r.decode)
-            out += strf(" %9.2f %8.2f", r.bytes * 1e-6, r.bytes * r.rate * 1e-9);
+            out += strf(" %9.2f %8.2f", r.bytes * 1e-6, r.speed() * 1e-9);
         if (r.decode && bandwidth > 0)
-            out += strf(" %13.2f", r.bytes * r.rate / bandwidth);
+            out += strf(" %13.2f", r.speed() / bandwidth);
         out += "\n";
-        cached = cached || (bandwidth > 0 && r.bytes * r.rate > bandwidth);
+        cached = cached || (bandwidth > 0 && r.speed() > bandwidth);
     }
     return out + (cached ? "\nMore than the memory's bandwidth: this model fits into the processor's cache.\n" : "");
 }
@@ -1658,13 +1647,6 @@ const command command_table[] = {
      "only reads.\n"},
 };
 
-const command *find_command(const string &name) {
-    for (const command &c : command_table)
-        if (name == c.name)
-            return &c;
-    return nullptr;
-}
-
 string program_help() {
     string text =
         "engine " ENGINE_VERSION ": run a language model on this machine\n\nengine COMMAND MODEL [options]\n\n";
@@ -1683,7 +1665,12 @@ void run_program(int argc, char **argv) {
     const bool help = is_help(word);
     if (help && argc > 2)
         word = argv[2];
-    const command *cmd = find_command(word);
+    const command *cmd = nullptr;
+    vector<string> names = {"help", "version"};
+    for (const command &c : command_table) {
+        names.push_back(c.name);
+        cmd = word == c.name ? &c : cmd;
+    }
     if (cmd && !help)
         parse_options(*cmd, argc - 2, argv + 2);
     if (cmd && !help && !opt.help) {
@@ -1703,9 +1690,6 @@ void run_program(int argc, char **argv) {
         dprintf(2, "%s", program_help().c_str());
         throw quit{EXIT_USAGE};
     }
-    vector<string> names = {"help", "version"};
-    for (const command &c : command_table)
-        names.push_back(c.name);
     fail(EXIT_USAGE, "no command '%s'.%s See 'engine --help'", word.c_str(), did_you_mean(word, names).c_str());
 }
 

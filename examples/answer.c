@@ -46,8 +46,7 @@ int main(int argc, char **argv) {
     options.max_tokens = 256; /* and temperature 0: always the likeliest token */
     if (engine_generate(session, &options, print, NULL, &result, &err) < 0)
         goto done;
-    putchar('\n');
-    status = 0;
+    status = putchar('\n') == EOF || fflush(stdout) != 0;
 done:
     if (err.code)
         fprintf(stderr, "%s: %s\n", argv[0], err.msg);

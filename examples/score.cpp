@@ -1,7 +1,7 @@
 // score MODEL: for each line of stdin, the mean log-likelihood of its tokens (natural logarithm) and the line itself:
 // the higher, the more the model expected the line.
 //   make install PREFIX=$HOME/.local     (then, with PKG_CONFIG_PATH=$HOME/.local/lib/pkgconfig:)
-//   g++ -std=c++17 examples/score.cpp $(pkg-config --cflags --libs engine) -o score
+//   g++ -std=c++17 examples/score.cpp $(pkg-config --cflags --libs engine) -Wl,-rpath,$HOME/.local/lib -o score
 #include <engine.h>
 
 #include <cmath>
