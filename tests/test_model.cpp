@@ -491,8 +491,7 @@ TEST(Model, EqualsAnIndependentForwardPass) {
         "--arch qwen3 --layers 3 --embd 64 --heads 4 --kv-heads 2 --head-dim 48 --ffn 96 --vocab 333 --type BF16",
         "--arch qwen3 --layers 2 --embd 80 --heads 5 --kv-heads 5 --head-dim 34 --ffn 70 --vocab 300 --tied --type F32",
         "--arch llama --layers 2 --embd 64 --heads 4 --ffn 70 --vocab 300 --rope-factors --type F32",
-        "--arch qwen2 --layers 2 --embd 64 --heads 4 --ffn 70 --vocab 300 --rope-scaling linear --rope-factor 4 --type "
-        "F32",
+        "--arch qwen2 --embd 64 --heads 4 --ffn 70 --vocab 300 --rope-scaling linear --rope-factor 4 --type F32",
     };
     for (const char *o : options) {
         test::temp_dir dir;
