@@ -117,8 +117,8 @@ $(B):
 
 # The answer alone goes to stdout: what the build says goes to stderr.
 run:
-	@$(MAKE) --no-print-directory -q $(B)/engine 2>/dev/null || { echo "building, about a minute ..." >&2; \
-	    $(MAKE) --no-print-directory -s $(B)/engine >&2; }
+	@$(MAKE) --no-print-directory -q all 2>/dev/null || { echo "building, about a minute ..." >&2; \
+	    $(MAKE) --no-print-directory -s all >&2; }
 	@if [ -t 0 ]; then exec $(B)/engine chat "$(MODEL)"; else exec $(B)/engine run "$(MODEL)"; fi
 
 help:
