@@ -27,12 +27,14 @@ struct mat {
 
 // Where one layer's keys and values lie inside the pages. Page i of the pool starts at i * page_bytes; in it the
 // keys of KV head h are PAGE_TOKENS rows from k_offset + h * PAGE_TOKENS * k_row_bytes on, the values likewise.
-// Token p of a sequence is row p % PAGE_TOKENS of page table[p / PAGE_TOKENS].
+// Token p of a sequence is row p % PAGE_TOKENS of page table[p / PAGE_TOKENS], in the step's page table number `table`.
+// A row is dim values in format `type`, the last block filled up with zeros.
 struct seg {
     struct mem pool;
     struct mem row_ids; // [n_rows, n_ids] entries chosen by topk; a null handle means all that are causal
     uint64_t page_bytes, k_offset, v_offset, k_row_bytes, v_row_bytes;
-    int32_t type;  // format of the rows
+    int32_t type;  // format of the rows: TYPE_F16 or TYPE_Q8_0
+    int32_t table; // which of the step's page tables
     int32_t ratio; // 1: a row per token; r: a compressed entry per r tokens
     int32_t n_ids;
 };
@@ -42,7 +44,9 @@ struct step {
     struct mem token;   // int32 [n_rows]
     struct mem pos;     // int32 [n_rows], position of each row in its sequence
     struct mem seq;     // int32 [n_rows], which page table it belongs to
-    struct mem table;   // int32 [n_seq, table_len], page ids
+    // int32 [n_seq, table_len], page ids: 0 of layers that see everything, 1 of window layers, where entries before the
+    // window are not valid
+    struct mem table[2];
     struct mem out_row; // int32 [n_out], rows whose logits are wanted
     // float [n_rows, n_rot / 2, 2]: cos and sin of each row's angles, computed in double on the host
     struct mem rotary[2];
@@ -80,13 +84,24 @@ OP_STRUCT(hc_post, OP_HC_POST)
 struct backend; // each backend's own state
 
 struct backend_ops {
-    // Memory. alloc and weights return a null handle when they fail. weights makes mapped file bytes usable, in place
-    // where the device can. put and get copy between host and device, in order with the operations.
+    // Memory. alloc, grow and weights return a null handle when they fail. alloc gives zeros. grow makes an allocation
+    // larger and keeps its content (moved perhaps; after a failure the old one is still there). weights makes mapped
+    // file bytes usable, in place where the device can. put and get copy between host and device and copy on the
+    // device, in order with the operations.
     struct mem (*alloc)(struct backend *, uint64_t bytes);
+    struct mem (*grow)(struct backend *, struct mem, uint64_t old_bytes, uint64_t new_bytes);
     void (*free)(struct backend *, struct mem);
     struct mem (*weights)(struct backend *, const void *host, uint64_t bytes);
     void (*put)(struct backend *, struct mem to, const void *from, uint64_t bytes);
     void (*get)(struct backend *, void *to, struct mem from, uint64_t bytes);
+    void (*copy)(struct backend *, struct mem to, struct mem from, uint64_t bytes);
+    // Scratch of the operations' own: what one call needs at most (attend: for any sequences of up to n_tokens), and
+    // making that much ready, so that no operation allocates; reserve returns nonzero when memory is short. allocated:
+    // bytes of alloc, grow and reserve that are in use now.
+    uint64_t (*matmul_scratch)(struct backend *, const struct matmul_op *, const struct mat *w);
+    uint64_t (*attend_scratch)(struct backend *, const struct attend_op *, const struct seg *, int64_t n_tokens);
+    int32_t (*reserve)(struct backend *, uint64_t bytes);
+    uint64_t (*allocated)(struct backend *);
     // Waits; NULL, or the first error since the last sync, and whether it is a shortage of memory.
     const char *(*sync)(struct backend *, int32_t *no_memory);
 

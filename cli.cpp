@@ -679,7 +679,7 @@ struct opened {
         for (const engine_message &m : messages)
             guess += strlen(m.content) / 2 + 64;
         return fill<vector<int32_t>>(guess, 0, [&](int32_t *out, size_t cap) {
-            return engine_render_chat(model, messages.data(), messages.size(), 1, out, cap, &err);
+            return engine_render_chat(model, messages.data(), messages.size(), nullptr, out, cap, &err);
         });
     }
     vector<int32_t> timeline() {
@@ -867,12 +867,14 @@ void make_answer(opened &m, const vector<int32_t> &ids, answer &a) {
         a.code = ENGINE_ECANCELLED; // the signal came as the prefill ended
     engine_generate_options gen = {};
     gen.size = sizeof gen;
-    gen.sampling.size = sizeof gen.sampling;
-    gen.sampling.temperature = float(opt.temp);
-    gen.sampling.top_k = opt.top_k;
-    gen.sampling.top_p = float(opt.top_p);
-    gen.sampling.min_p = float(opt.min_p);
-    gen.sampling.seed = a.seed;
+    engine_sampling sampling = {};
+    sampling.size = sizeof sampling;
+    sampling.temperature = float(opt.temp);
+    sampling.top_k = opt.top_k;
+    sampling.top_p = float(opt.top_p);
+    sampling.min_p = float(opt.min_p);
+    sampling.seed = a.seed;
+    gen.sampling = &sampling;
     gen.max_tokens = opt.max_tokens;
     gen.stops = opt.stops.data();
     gen.n_stops = opt.stops.size();

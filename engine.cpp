@@ -3835,16 +3835,18 @@ struct layer {
     mat gate, up;       // [n_ff, n_embd]
     mat down;           // [n_embd, n_ff]
     mem b_gate, b_up, b_down;
+    int window; // tokens that attention sees, this one included; 0: all
+    int rotary; // which of the rotary tables
 };
 
 struct weights {
     hparams hp = {};
-    mat embed = {};       // [n_vocab, n_embd]
-    vector<layer> layers; // [n_layer]
-    mem out_norm = {};    // [n_embd]
-    mat out = {};         // [n_vocab, n_embd]; `embed` again when tied
-    vector<double> freqs; // [n_rot / 2], radians per position
-    vector<buffer> owned; // vectors that had to be widened to f32
+    mat embed = {};          // [n_vocab, n_embd]
+    vector<layer> layers;    // [n_layer]
+    mem out_norm = {};       // [n_embd]
+    mat out = {};            // [n_vocab, n_embd]; `embed` again when tied
+    vector<double> freqs[2]; // [n_rot / 2], radians per position; the second is empty where all layers use the first
+    vector<buffer> owned;    // vectors that had to be widened to f32
     int64_t decode_bytes = 0;
 };
 
@@ -3859,7 +3861,7 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
         f.bad(key("rope.freq_base"), "%g is out of range 1 to 1e12", base);
     const int half = hp.n_rot / 2;
     for (int i = 0; i < half; i++)
-        w.freqs.push_back(exact_exp(-2.0 * i / hp.n_rot * exact_log(base)));
+        w.freqs[0].push_back(exact_exp(-2.0 * i / hp.n_rot * exact_log(base)));
 
     if (const tensor_info *t = f.find("rope_freqs.weight")) {
         if (t->type != TYPE_F32 || t->dims[0] != uint64_t(half) || t->dims[1] * t->dims[2] * t->dims[3] != 1)
@@ -3869,7 +3871,7 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
             memcpy(&divisor, t->data + 4 * i, 4);
             if (!(divisor >= 0.25f && divisor <= 1e6f)) // so that an angle stays below 2^30 in any context
                 f.bad("rope_freqs.weight", "entry %d is %g, expected 0.25 to 1e6", i, double(divisor));
-            w.freqs[size_t(i)] /= double(divisor);
+            w.freqs[0][size_t(i)] /= double(divisor);
         }
     }
 
@@ -3888,7 +3890,7 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
     if (!(factor >= 1 && factor <= 1e6))
         f.bad(key("rope.scaling.factor"), "%g, but scaling \"%s\" needs a factor of 1 to 1e6", factor, type.c_str());
     if (type == "linear") {
-        for (double &x : w.freqs)
+        for (double &x : w.freqs[0])
             x /= factor;
     } else { // yarn
         const double n_orig =
@@ -3905,7 +3907,7 @@ static void load_rotary(const model_file &f, const string &prefix, weights &w) {
         const double high = std::min(hp.n_rot - 1.0, std::ceil(pair_of(slow)));
         for (int i = 0; i < half; i++) {
             const double ramp = std::min(1.0, std::max(0.0, (i - low) / std::max(0.001, high - low)));
-            w.freqs[size_t(i)] *= (1 - ramp) + ramp / factor;
+            w.freqs[0][size_t(i)] *= (1 - ramp) + ramp / factor;
         }
         hp.rope_scale *= float(1 + 0.1 * exact_log(factor));
     }
@@ -5494,7 +5496,7 @@ static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, m
         return cpu_error(be, "kv_put: the CPU stores one f16 row per token only");
     each_row(be, op->n_rows, int64_t(op->n_head_kv) * (op->dim_k + op->dim_v), [&](int64_t t) {
         const int64_t pos = at<int32_t>(st->pos)[t], seq = at<int32_t>(st->seq)[t];
-        const int32_t id = at<int32_t>(st->table)[seq * st->table_len + pos / PAGE_TOKENS];
+        const int32_t id = at<int32_t>(st->table[sg->table])[seq * st->table_len + pos / PAGE_TOKENS];
         uint8_t *page = at<uint8_t>(sg->pool) + uint64_t(id) * sg->page_bytes;
         for (int64_t h = 0; h < op->n_head_kv; h++) {
             const uint64_t slot = uint64_t(h * PAGE_TOKENS + pos % PAGE_TOKENS);
@@ -5985,7 +5987,7 @@ static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg
         return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
     attend_job j = {};
     j.be = be, j.op = op, j.sg = sg, j.table_len = st->table_len;
-    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table);
+    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
     j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
     const int fill = be->level == CPU_PLAIN ? 0 : 15;
     j.pad_k = (op->dim_k + fill) & ~fill, j.pad_v = (op->dim_v + fill) & ~fill, j.group = op->n_head / op->n_head_kv;
@@ -6038,10 +6040,11 @@ static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg
 //
 // In the order of backend.h. What no supported architecture needs yet is null.
 
-static const backend_ops cpu_ops = {cpu_alloc, cpu_free, cpu_weights, cpu_put, cpu_get,  cpu_sync,   cpu_embed,
-                                    cpu_rows,  cpu_norm, cpu_matmul,  nullptr, cpu_rope, cpu_kv_put, cpu_attend,
-                                    cpu_glu,   cpu_add,  nullptr,     nullptr, nullptr,  nullptr,    nullptr,
-                                    nullptr,   nullptr,  nullptr,     nullptr, nullptr};
+static const backend_ops cpu_ops = {cpu_alloc, nullptr,    cpu_free, cpu_weights, cpu_put,    cpu_get,    nullptr,
+                                    nullptr,   nullptr,    nullptr,  nullptr,     cpu_sync,   cpu_embed,  cpu_rows,
+                                    cpu_norm,  cpu_matmul, nullptr,  cpu_rope,    cpu_kv_put, cpu_attend, cpu_glu,
+                                    cpu_add,   nullptr,    nullptr,  nullptr,     nullptr,    nullptr,    nullptr,
+                                    nullptr,   nullptr,    nullptr,  nullptr};
 
 // ---------------------------------------------------------------------------------------------------
 // 9. CACHE
@@ -6132,7 +6135,7 @@ struct work_area {
 
     template <class F> void each(F &&f) {
         for (mem *m : {&x, &normed, &q, &k, &v, &att, &gate, &up, &tail, &logits, &st.token, &st.pos, &st.seq,
-                       &st.table, &st.out_row, &st.rotary[0]})
+                       &st.table[0], &st.table[1], &st.out_row, &st.rotary[0]})
             f(*m);
     }
 };
@@ -6186,7 +6189,7 @@ struct engine_model {
         for (mem *to : {&next.st.token, &next.st.pos, &next.st.seq, &next.st.out_row})
             alloc(*to, r, 1);
         alloc(next.st.rotary[0], r, uint64_t(hp.n_rot));
-        alloc(next.st.table, 1, uint64_t(next.st.table_len));
+        alloc(next.st.table[0], 1, uint64_t(next.st.table_len));
         release(work);
         work = std::move(next);
     }
@@ -6222,7 +6225,7 @@ static void put_step(engine_model &m, const kv_cache &cache, const int32_t *toke
         float *cs = &wa.rotary[t * half * 2];
         for (size_t i = 0; i < half; i++) {
             double s, c;
-            exact_sin_cos(double(wa.pos[t]) * m.w.freqs[i], &s, &c);
+            exact_sin_cos(double(wa.pos[t]) * m.w.freqs[0][i], &s, &c);
             cs[2 * i] = float(c * double(hp.rope_scale));
             cs[2 * i + 1] = float(s * double(hp.rope_scale));
         }
@@ -6235,7 +6238,7 @@ static void put_step(engine_model &m, const kv_cache &cache, const int32_t *toke
     put(wa.st.pos, wa.pos.data(), n);
     put(wa.st.seq, wa.seq.data(), n);
     put(wa.st.out_row, wa.out_row.data(), wa.out_row.size());
-    put(wa.st.table, cache.table.data(), cache.table.size());
+    put(wa.st.table[0], cache.table.data(), cache.table.size());
     put(wa.st.rotary[0], wa.rotary.data(), wa.rotary.size());
 }
 
@@ -6700,7 +6703,7 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
             result.reason = ENGINE_STOP_CONTEXT;
             break;
         }
-        const int32_t id = sample(s.logits, opt.sampling, s.tokens.size(), s.pick);
+        const int32_t id = sample(s.logits, *opt.sampling, s.tokens.size(), s.pick);
         s.tokens.push_back(id);
         result.n_tokens++;
         if (is_end(s.model.voc, id) && !opt.ignore_end)
@@ -7022,9 +7025,10 @@ int engine_token_is_end(const engine_model *model, int32_t id) {
     return model && id >= 0 && id < model->voc.n && is_end(model->voc, id);
 }
 
-int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n, int add_generation_prompt,
-                       int32_t *ids, size_t cap, engine_error *err) {
+int engine_render_chat(const engine_model *model, const engine_message *messages, size_t n,
+                       const engine_chat_options *given, int32_t *ids, size_t cap, engine_error *err) {
     return guarded(err, [&] {
+        const auto opt = options(given, "engine_chat_options");
         check_pointer("model", model);
         if (n)
             check_pointer("messages", messages);
@@ -7040,7 +7044,7 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
         }
         chat_text chat;
         try {
-            chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, add_generation_prompt != 0,
+            chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, !opt.no_generation_prompt,
                                    piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
         } catch (const Error &e) {
             fail(e.code, "%s: %s", show_path(m.file.path).c_str(), e.msg.c_str());
@@ -7237,7 +7241,8 @@ int engine_generate(engine_session *session, const engine_generate_options *give
     return guarded(err, [&] {
         computing call(session);
         auto opt = options(given, "engine_generate_options");
-        opt.sampling = check_sampling(&opt.sampling);
+        const engine_sampling sampling = check_sampling(opt.sampling);
+        opt.sampling = &sampling;
         check_range("max_tokens", opt.max_tokens, 0, INT_MAX);
         if (opt.n_stops)
             check_pointer("stops", opt.stops);

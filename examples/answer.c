@@ -30,7 +30,7 @@ int main(int argc, char **argv) {
 
     /* The conversation in the model's own chat format: first how many tokens it has, then the tokens. */
     message.content = argv[2];
-    n = engine_render_chat(model, &message, 1, 1, NULL, 0, &err);
+    n = engine_render_chat(model, &message, 1, NULL, NULL, 0, &err);
     if (n < 0)
         goto done;
     ids = malloc(sizeof *ids * (size_t)n);
@@ -38,7 +38,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%s: out of memory\n", argv[0]);
         goto done;
     }
-    if (engine_render_chat(model, &message, 1, 1, ids, (size_t)n, &err) < 0 ||
+    if (engine_render_chat(model, &message, 1, NULL, ids, (size_t)n, &err) < 0 ||
         engine_sync(session, ids, (size_t)n, &err) < 0)
         goto done;
 

@@ -51,7 +51,7 @@ struct open_model {
     }
     model_ids chat(const std::vector<engine_message> &messages) {
         model_ids ids(4096);
-        int n = engine_render_chat(m, messages.data(), messages.size(), 1, ids.data(), ids.size(), &err);
+        int n = engine_render_chat(m, messages.data(), messages.size(), nullptr, ids.data(), ids.size(), &err);
         EXPECT_GE(n, 0) << err.msg;
         ids.resize(size_t(std::max(n, 0)));
         return ids;
@@ -1195,7 +1195,7 @@ bool model_use(const std::string &path, int64_t *pages) {
     char text[256];
     EXPECT_GE(engine_detokenize(m, ids, size_t(n), 1, text, sizeof text, &err), 0) << err.msg;
     const engine_message hi = {"user", "hi"};
-    engine_render_chat(m, &hi, 1, 1, nullptr, 0, &err);
+    engine_render_chat(m, &hi, 1, nullptr, nullptr, 0, &err);
     engine_session *s = nullptr;
     engine_session_options so = {};
     so.n_ctx = 32;

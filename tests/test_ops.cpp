@@ -413,7 +413,7 @@ struct ops_attention {
 
     step step_of(const vector<int32_t> &pos, const vector<int32_t> &seq) const {
         step st = {};
-        st.pos = ops_mem(pos.data()), st.seq = ops_mem(seq.data()), st.table = ops_mem(table.data());
+        st.pos = ops_mem(pos.data()), st.seq = ops_mem(seq.data()), st.table[0] = ops_mem(table.data());
         st.table_len = table_len;
         return st;
     }
