@@ -4228,15 +4228,26 @@ static cpu_level cpu_detect() {
 
 } // namespace
 
-// The CPU backend's state. One operation at a time runs on it; `scratch` is the operations' own.
+// The CPU backend's state. One call at a time runs on it, those for memory included; `scratch` is the operations' own.
 struct backend {
+    struct allocation {
+        uint8_t *data; // as struct buffer, but can grow
+        uint64_t bytes;
+        void unmap() const { munmap(data, std::max<uint64_t>(bytes, 1)); }
+    };
     thread_pool pool;
     cpu_level level;
     buffer scratch;
-    const char *error = nullptr; // the first since the last sync
-    bool no_memory = false;      // and whether it is a shortage of memory
+    vector<allocation> allocations; // few: a session makes some tens of them
+    const char *error = nullptr;    // the first since the last sync
+    bool no_memory = false;         // and whether it is a shortage of memory
 
     explicit backend(int n_threads) : pool(n_threads), level(cpu_detect()) {}
+    ~backend() {
+        for (const allocation &a : allocations)
+            a.unmap();
+    }
+    backend(const backend &) = delete;
 };
 
 namespace {
@@ -4248,17 +4259,25 @@ static void cpu_error(backend *be, const char *what, bool no_memory = false) {
         be->error = what, be->no_memory = no_memory;
 }
 
-// At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null,
-// with the error latched, when memory ends.
+// Makes the scratch space at least `bytes` large, page-aligned, contents undefined. It never shrinks, and stays as it
+// is when memory ends, which gives nonzero.
+static int32_t cpu_reserve(backend *be, uint64_t bytes) {
+    if (bytes <= be->scratch.size)
+        return 0;
+    try {
+        be->scratch = buffer(bytes, "scratch memory");
+    } catch (const Error &) {
+        return 1;
+    }
+    return 0;
+}
+
+// An operation's scratch space. Allocates only where nothing was reserved; null, with the error latched, when memory
+// ends.
 static uint8_t *cpu_scratch(backend *be, uint64_t bytes) {
-    if (be->scratch.size < bytes) {
-        try {
-            be->scratch = buffer();
-            be->scratch = buffer(bytes, "scratch memory");
-        } catch (const Error &) {
-            cpu_error(be, "out of memory for the operations' scratch space", true);
-            return nullptr;
-        }
+    if (cpu_reserve(be, bytes)) {
+        cpu_error(be, "out of memory for the operations' scratch space", true);
+        return nullptr;
     }
     return be->scratch.data;
 }
@@ -5315,6 +5334,38 @@ static void quantize_rows(backend *be, matmul_job &m, const float *x, uint8_t *o
     m.x_group = op.n_rows * m.act.stride;
 }
 
+// How one product runs: its kernels, whether they are the _mm ones, and what of the scratch space is for what.
+struct matmul_plan {
+    matmul_kernels k;
+    bool mm;
+    act_layout act;
+    int64_t x_bytes, panel_bytes; // all rows of activations; a panel of one worker
+};
+
+// Never smaller for more rows: a reserve for the most rows is enough for fewer.
+static matmul_plan plan_matmul(const backend *be, const matmul_op *op, const format &f) {
+    matmul_plan p = {find_kernels(f.type, be->level), false, {}, 0, 0};
+    p.mm = p.k.mm_from > 0 && op->n_rows >= p.k.mm_from;
+    if (f.act == ACT_F32) {
+        p.act = {ACT_PLAIN, 1, op->n_in, op->n_in, 0, 0, op->ld_x * int64_t(sizeof(float))};
+    } else {
+        p.act = act_plan(f.act, p.mm ? int(ACT_WALK) : p.k.vec_form, op->n_in);
+        p.x_bytes = int64_t(op->n_group) * op->n_rows * p.act.stride;
+    }
+    if (p.mm)
+        p.panel_bytes = round_up(op->n_in, 16) / f.block * p.k.panel_bytes;
+    return p;
+}
+
+static uint64_t matmul_bytes(const backend *be, const matmul_plan &p) {
+    return uint64_t(std::max<int64_t>(64, p.x_bytes + p.panel_bytes * be->pool.size));
+}
+
+static uint64_t cpu_matmul_scratch(backend *be, const matmul_op *op, const mat *w) {
+    const format *f = find_format(w->type);
+    return f ? matmul_bytes(be, plan_matmul(be, op, *f)) : 0;
+}
+
 static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
     const format *f = find_format(w->type);
     if (!f || op->n_in % f->block != 0) {
@@ -5323,27 +5374,20 @@ static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, me
     }
     if (op->n_rows <= 0 || op->n_out <= 0 || op->n_group <= 0)
         return;
-    const matmul_kernels k = find_kernels(w->type, be->level);
-    const bool mm = k.mm_from > 0 && op->n_rows >= k.mm_from, floats = f->act == ACT_F32;
-    const int64_t size = sizeof(float);
-    act_layout act = {ACT_PLAIN, 1, op->n_in, op->n_in, 0, 0, op->ld_x * size};
-    if (!floats)
-        act = act_plan(f->act, mm ? int(ACT_WALK) : k.vec_form, op->n_in);
-    matmul_job m = {*op, k, act, at<const uint8_t>(w->data), int64_t(w->row_bytes), nullptr, 0, at<float>(y), nullptr};
-    m.x = at<const uint8_t>(x), m.x_group = op->n_in * size;
-    if (op->has_bias)
-        m.bias = at<const float>(bias);
-
-    const int64_t n_rows = op->n_rows, n_group = op->n_group, workers = be->pool.size;
-    const int64_t x_bytes = floats ? 0 : n_group * n_rows * act.stride;
-    const int64_t panel_bytes = mm ? round_up(op->n_in, 16) / f->block * k.panel_bytes : 0;
-    uint8_t *space = cpu_scratch(be, uint64_t(std::max<int64_t>(64, x_bytes + panel_bytes * workers)));
+    const matmul_plan p = plan_matmul(be, op, *f);
+    uint8_t *space = cpu_scratch(be, matmul_bytes(be, p));
     if (!space)
         return;
-    if (!floats)
+    matmul_job m = {*op, p.k,          p.act,  at<const uint8_t>(w->data), int64_t(w->row_bytes), at<const uint8_t>(x),
+                    0,   at<float>(y), nullptr};
+    m.x_group = op->n_in * int64_t(sizeof(float));
+    if (op->has_bias)
+        m.bias = at<const float>(bias);
+    if (f->act != ACT_F32)
         quantize_rows(be, m, at<const float>(x), space);
 
-    if (!mm) { // pieces small enough to end together, large enough that handing one out costs nothing
+    const int64_t n_rows = op->n_rows, n_group = op->n_group, workers = be->pool.size;
+    if (!p.mm) { // pieces small enough to end together, large enough that handing one out costs nothing
         const int64_t n = n_group * op->n_out, bytes = n * m.row_bytes;
         const int64_t piece = std::max<int64_t>(32768, std::min<int64_t>(bytes / (workers * 8), 1 << 20));
         parallel(be->pool, n, std::max<int64_t>(1, piece / m.row_bytes),
@@ -5360,7 +5404,7 @@ static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, me
     parallel(be->pool, panels * parts, grain, [&](int64_t begin, int64_t end, int worker) {
         for (int64_t i = begin; i < end; i++)
             matmul_mm(m, i / parts, i % parts * part, std::min(n_rows, (i % parts + 1) * part),
-                      space + x_bytes + worker * panel_bytes);
+                      space + p.x_bytes + worker * p.panel_bytes);
     });
 }
 
@@ -5443,20 +5487,79 @@ CPU_BODY float cpu_tanh(float x) {
 
 // ---- memory ----
 
-static mem cpu_alloc(backend *, uint64_t bytes) {
-    void *p = nullptr;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&p, 64, std::max<uint64_t>(bytes, 64)))
+// Anonymous mappings: zeros that take memory only where they are written, so a pool of pages may be larger than what is
+// in use of it.
+static uint8_t *map_zeros(uint64_t bytes) {
+    void *p = mmap(nullptr, std::max<uint64_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return p == MAP_FAILED ? nullptr : static_cast<uint8_t *>(p);
+}
+
+static mem cpu_alloc(backend *be, uint64_t bytes) {
+    uint8_t *p = map_zeros(bytes);
+    try {
+        if (p)
+            be->allocations.push_back({p, bytes});
+    } catch (const std::bad_alloc &) {
+        backend::allocation{p, bytes}.unmap();
         p = nullptr;
+    }
     return {p, 0};
 }
 
-static void cpu_free(backend *, mem m) { free(m.handle); }
+// Null where `m` is not one of ours.
+static backend::allocation *find_allocation(backend *be, mem m) {
+    for (backend::allocation &a : be->allocations)
+        if (a.data == m.handle)
+            return &a;
+    return nullptr;
+}
+
+static void cpu_free(backend *be, mem m) {
+    if (backend::allocation *a = find_allocation(be, m)) {
+        a->unmap();
+        *a = be->allocations.back();
+        be->allocations.pop_back();
+    }
+}
+
+// The mapping's own size counts: what is beyond it is new and zero.
+static mem cpu_grow(backend *be, mem m, uint64_t, uint64_t bytes) {
+    backend::allocation *a = find_allocation(be, m);
+    if (!a)
+        return {};
+    if (bytes <= a->bytes)
+        return m;
+#if defined(__linux__)
+    void *p = mremap(a->data, std::max<uint64_t>(a->bytes, 1), bytes, MREMAP_MAYMOVE);
+    if (p == MAP_FAILED)
+        return {};
+#else
+    uint8_t *p = map_zeros(bytes);
+    if (!p)
+        return {};
+    memcpy(p, a->data, a->bytes);
+    a->unmap();
+#endif
+    *a = {static_cast<uint8_t *>(p), bytes};
+    return {p, m.offset};
+}
+
+static uint64_t cpu_allocated(backend *be) {
+    uint64_t bytes = be->scratch.size;
+    for (const backend::allocation &a : be->allocations)
+        bytes += a.bytes;
+    return bytes;
+}
 
 static mem cpu_weights(backend *, const void *host, uint64_t) { return {const_cast<void *>(host), 0}; }
 
 static void cpu_put(backend *, mem to, const void *from, uint64_t bytes) { memcpy(at<uint8_t>(to), from, bytes); }
 
 static void cpu_get(backend *, void *to, mem from, uint64_t bytes) { memcpy(to, at<uint8_t>(from), bytes); }
+
+static void cpu_copy(backend *, mem to, mem from, uint64_t bytes) {
+    memmove(at<uint8_t>(to), at<uint8_t>(from), bytes);
+}
 
 static const char *cpu_sync(backend *be, int32_t *no_memory) {
     const char *error = be->error;
@@ -5634,6 +5737,7 @@ static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, m
 // and values widened to f32, lanes being sixteen query rows. The plain version always does the first.
 
 enum { SPLIT_PAGES = 16, SPLIT_TOKENS = SPLIT_PAGES * int(PAGE_TOKENS), ATTEND_ROWS = 128, DIRECT_ROWS = 8 };
+enum { SPLIT_FLOATS = 8 << 20 }; // of all states when splits are tasks of their own
 
 // s[i] = dot(q, k_i) for n keys.
 static void plain_dots(float *s, const float *q, const uint16_t *k, int64_t ld_k, int n, int dim) {
@@ -6087,38 +6191,58 @@ static void attend_task(const attend_job &j, int64_t task, int worker) {
     attend_finish(j, t0, t1, kv, total);
 }
 
-// Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
-static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
-    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
-        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+// What follows from the operation alone. All of it is the larger, the more rows there are.
+static attend_job attend_shape(backend *be, const attend_op *op) {
     attend_job j = {};
-    j.be = be, j.op = op, j.sg = sg, j.table_len = st->table_len;
-    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
-    j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
+    j.be = be, j.op = op;
     const int fill = be->level == CPU_PLAIN ? 0 : 15;
     j.pad_k = (op->dim_k + fill) & ~fill, j.pad_v = (op->dim_v + fill) & ~fill, j.group = op->n_head / op->n_head_kv;
     const int64_t fair = int64_t(op->n_rows) * op->n_head_kv / (2 * be->pool.size);
     j.block_rows = int(std::max<int64_t>(1, std::min<int64_t>(ATTEND_ROWS / j.group, fair)));
     j.max_rows = (j.block_rows * j.group + 15) & ~15;
-    int64_t work = 0;
-    for (int t = 0, rows = 0; t < op->n_rows; t++, rows++) {
-        if (t == 0 || rows == j.block_rows || j.seq[t] != j.seq[t - 1])
-            j.n_block++, rows = 0;
-        j.n_split = std::max(j.n_split, j.pos[t] / SPLIT_TOKENS + 1);
-        work += j.pos[t] + 1 - j.first(t);
-    }
-    const int64_t n_pair = int64_t(j.n_block) * op->n_head_kv;
-    j.split_tasks = j.n_split > 1 && n_pair < 4 * be->pool.size;
-    const int64_t n_task = j.split_tasks ? n_pair * j.n_split : n_pair, list_floats = (j.n_block + 16) & ~15;
     j.state_floats = int64_t(j.max_rows) * (j.pad_v + 2);
     j.worker_floats =
         int64_t(j.max_rows) * (j.pad_k + 2) + int64_t(PAGE_TOKENS) * (32 + j.pad_k + j.pad_v) + 2 * j.state_floats;
-    const int64_t states_floats = j.split_tasks ? n_task * j.state_floats : 0;
-    float *scratch =
-        (float *)cpu_scratch(be, uint64_t(list_floats + states_floats + j.worker_floats * be->pool.size) * 4);
+    return j;
+}
+
+static int64_t attend_list_floats(const attend_op *op) { return round_up(int64_t(op->n_rows) + 1, 16); }
+
+// The list of blocks, the workers' own, and the states of split tasks: no more of these than cpu_attend lets there be.
+static uint64_t cpu_attend_scratch(backend *be, const attend_op *op, const seg *, int64_t n_tokens) {
+    const attend_job j = attend_shape(be, op);
+    const int64_t n_split = (n_tokens + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
+    const int64_t n_pair = std::min<int64_t>(int64_t(op->n_rows) * op->n_head_kv, 4 * be->pool.size - 1);
+    const int64_t states = n_split > 1 ? std::min<int64_t>(n_pair * n_split * j.state_floats, SPLIT_FLOATS) : 0;
+    return uint64_t(attend_list_floats(op) + j.worker_floats * be->pool.size + states) * sizeof(float);
+}
+
+// Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
+static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
+    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
+        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+    attend_job j = attend_shape(be, op);
+    j.sg = sg, j.table_len = st->table_len;
+    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
+    j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
+    int64_t work = 0;
+    int longest = 0;
+    for (int t = 0, rows = 0; t < op->n_rows; t++, rows++) {
+        if (t == 0 || rows == j.block_rows || j.seq[t] != j.seq[t - 1])
+            j.n_block++, rows = 0;
+        longest = std::max(longest, j.pos[t]);
+        work += j.pos[t] + 1 - j.first(t);
+    }
+    float *scratch = (float *)cpu_scratch(be, cpu_attend_scratch(be, op, sg, int64_t(longest) + 1));
     if (!scratch)
         return;
-    j.blocks = (int32_t *)scratch, j.states = scratch + list_floats, j.workers = j.states + states_floats;
+    const int64_t n_pair = int64_t(j.n_block) * op->n_head_kv;
+    j.n_split = longest / SPLIT_TOKENS + 1;
+    j.split_tasks = j.n_split > 1 && n_pair < 4 * be->pool.size && n_pair * j.n_split * j.state_floats <= SPLIT_FLOATS;
+    const int64_t n_task = j.split_tasks ? n_pair * j.n_split : n_pair;
+    j.blocks = (int32_t *)scratch;
+    j.workers = scratch + attend_list_floats(op);
+    j.states = j.workers + j.worker_floats * be->pool.size;
     j.blocks[0] = 0, j.blocks[j.n_block] = op->n_rows;
     for (int t = 1, b = 0; t < op->n_rows; t++)
         if (t - j.blocks[b] == j.block_rows || j.seq[t] != j.seq[t - 1])
@@ -6146,11 +6270,23 @@ static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg
 //
 // In the order of backend.h. What no supported architecture needs yet is null.
 
-static const backend_ops cpu_ops = {cpu_alloc, nullptr,    cpu_free, cpu_weights, cpu_put,    cpu_get,    nullptr,
-                                    nullptr,   nullptr,    nullptr,  nullptr,     cpu_sync,   cpu_embed,  cpu_rows,
-                                    cpu_norm,  cpu_matmul, nullptr,  cpu_rope,    cpu_kv_put, cpu_attend, cpu_glu,
-                                    cpu_add,   nullptr,    nullptr,  nullptr,     nullptr,    nullptr,    nullptr,
-                                    nullptr,   nullptr,    nullptr,  nullptr};
+static const backend_ops cpu_ops = {
+    cpu_alloc, cpu_grow,           cpu_free,           cpu_weights, cpu_put,       cpu_get,
+    cpu_copy,  cpu_matmul_scratch, cpu_attend_scratch, cpu_reserve, cpu_allocated, cpu_sync,
+    cpu_embed, cpu_rows,           cpu_norm,           cpu_matmul,
+    nullptr, // matmul_id
+    cpu_rope,  cpu_kv_put,         cpu_attend,         cpu_glu,     cpu_add,
+    nullptr, // scale
+    nullptr, // route
+    nullptr, // mix
+    nullptr, // topk
+    nullptr, // pool
+    nullptr, // index
+    nullptr, // requant
+    nullptr, // hc_split
+    nullptr, // hc_pre
+    nullptr, // hc_post
+};
 
 // ---------------------------------------------------------------------------------------------------
 // 9. CACHE
