@@ -8231,7 +8231,7 @@ int engine_backends(char *out, size_t cap) {
     return guarded(nullptr, [&] { return give_text(backend_name(cpu_detect()), out, cap); });
 }
 
-static std::unique_ptr<engine_model> open_model(const char *path, const engine_open_options *given) {
+static std::unique_ptr<engine_model> make_model(const char *path, const engine_open_options *given) {
     check_pointer("path", path);
     const auto opt = options(given, "engine_open_options");
     check_range("threads", opt.threads, 0, 512);
@@ -8250,7 +8250,7 @@ int engine_open(engine_model **out, const char *path, const engine_open_options 
     return guarded(err, [&] {
         check_pointer("out", out);
         *out = nullptr;
-        *out = open_model(path, opt).release();
+        *out = make_model(path, opt).release();
         return ENGINE_OK;
     });
 }
@@ -8697,7 +8697,7 @@ int engine_plan(const char *path, const engine_open_options *open, const engine_
                 engine_plan_info *plan, engine_error *err) {
     return guarded(err, [&] {
         check_pointer("plan", plan);
-        const std::unique_ptr<engine_model> opened = open_model(path, open);
+        const std::unique_ptr<engine_model> opened = make_model(path, open);
         engine_model &m = *opened;
         const session_plan p = plan_session(m, session);
         engine_plan_info r = {};
