@@ -7149,9 +7149,12 @@ static void read_logits(engine_model &m, int first, int n, float *out) {
 // ---------------------------------------------------------------------------------------------------
 // 11. SAMPLER
 //
-// From logits to a token: top-k, top-p, min-p, temperature, one draw. Knows numbers only. Invariant: the
-// choice depends on logits, settings, seed and position, and on nothing else; equal logits are ordered by
-// id; the vocabulary is never fully sorted.
+// From logits to a token: bias, penalties and DRY change the logits; top-k, typical, top-p, min-p and XTC
+// drop candidates; temperature and one draw choose among the rest. Also the settings that a model's own
+// metadata asks for. Knows the bytes of tokens and general.sampling.*, nothing of models and sessions.
+// Invariant: the choice depends on logits, settings, timeline, seed and position, and on nothing else;
+// equal logits are ordered by id; the vocabulary is never fully sorted; something is always chosen, and
+// never a banned token.
 // ---------------------------------------------------------------------------------------------------
 
 struct candidate {
@@ -7159,6 +7162,62 @@ struct candidate {
     int32_t id;
     bool operator<(const candidate &o) const { return logit != o.logit ? logit < o.logit : id > o.id; } // worse than o
 };
+static bool better(const candidate &a, const candidate &b) { return b < a; }
+
+// A candidate where some are kept until their probabilities add up. Integers, so that the sum does not depend on the
+// order of addition, which is the C++ library's own.
+struct share {
+    double key; // low ones are kept first
+    int32_t id;
+    uint64_t mass;
+    bool operator<(const share &o) const { return key != o.key ? key < o.key : id < o.id; }
+};
+
+// Kept by the caller, so that sampling does not allocate.
+struct sampler_room {
+    vector<float> logits;   // [n_vocab] after bias, penalties and DRY
+    vector<candidate> pick; // what the filters have left so far, by ascending id: every sum is taken in this order
+    vector<candidate> part; // the best so far while top-k looks for them
+    vector<share> shares;
+    vector<int32_t> tally; // [n_vocab] zeros between two uses
+    vector<int32_t> seen;  // ids whose tally is not zero
+    vector<int32_t> match; // DRY: [window] see find_repeats
+};
+
+static bool is_share(float p) { return p > 0 && p < 1; }
+static bool has_penalty(const engine_sampling &opt) {
+    return (opt.repeat_penalty > 0 && opt.repeat_penalty != 1) || opt.presence_penalty != 0 ||
+           opt.frequency_penalty != 0;
+}
+static bool changes_logits(const engine_sampling &opt) {
+    return opt.n_bias || has_penalty(opt) || opt.dry_multiplier > 0;
+}
+
+// Candidates that top-k holds at most while it looks for the k best: with some spare, so that it seldom has to cut.
+static size_t part_size(size_t k) { return 2 * k + 64; }
+
+// Takes all the memory that `sample` will want for any timeline of up to n_ctx tokens.
+static void reserve_room(sampler_room &room, const engine_sampling &opt, size_t n_vocab, size_t n_ctx) {
+    if (changes_logits(opt))
+        room.logits.reserve(n_vocab);
+    if (has_penalty(opt) || opt.dry_multiplier > 0) {
+        room.tally.resize(n_vocab);
+        room.seen.reserve(std::min(n_vocab, n_ctx));
+    }
+    if (opt.dry_multiplier > 0)
+        room.match.reserve(n_ctx);
+    if (opt.temperature <= 0)
+        return;
+    const bool top_k = opt.top_k > 0 && size_t(opt.top_k) < n_vocab;
+    const size_t k = top_k ? size_t(opt.top_k) : n_vocab;
+    room.pick.reserve(k);
+    if (top_k)
+        room.part.reserve(std::min(n_vocab, part_size(k)));
+    if (is_share(opt.typical_p) || is_share(opt.top_p))
+        room.shares.reserve(k);
+}
+
+// ---- the logits ----
 
 static int32_t best_id(const vector<float> &logits) {
     return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
@@ -7173,70 +7232,366 @@ static double log_sum_exp(const vector<float> &logits) {
     return best + exact_log(sum);
 }
 
-// A uniform number in [0, 1) from seed and position (splitmix64).
-static double draw(uint64_t seed, uint64_t position) {
-    uint64_t z = seed + 0x9e3779b97f4a7c15u * (position + 1);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+// Only a ban makes a logit infinite: what grows beyond a float ends at its largest number.
+static bool is_banned(float logit) { return logit == -HUGE_VALF; }
+static float bounded(double x) {
+    const double most = 0x1.fffffep127;
+    return float(std::min(std::max(x, -most), most));
 }
 
-static double weight(float logit, float best, double temperature) {
-    return exact_exp(double(logit - best) / temperature);
+// The first index of the last n tokens; -1: all.
+static size_t window_start(const vector<int32_t> &timeline, int n) {
+    return n < 0 || size_t(n) >= timeline.size() ? 0 : timeline.size() - size_t(n);
 }
 
-// `pick` is room for the candidates, kept by the caller so that sampling does not allocate.
-static int32_t sample(const vector<float> &logits, const engine_sampling &opt, uint64_t position,
-                      vector<candidate> &pick) {
-    if (opt.temperature <= 0)
-        return best_id(logits);
-    const auto better = [](const candidate &a, const candidate &b) { return b < a; };
-    const float best = logits[size_t(best_id(logits))];
-    // p >= min_p * p_best, in terms of logits.
-    const double floor = opt.min_p > 0 ? double(best) + exact_log(double(opt.min_p)) : -HUGE_VAL;
-    const bool top_k = opt.top_k > 0 && size_t(opt.top_k) < logits.size();
-    const bool top_p = opt.top_p > 0 && opt.top_p < 1;
-    pick.clear();
+static void clear_tally(sampler_room &room) {
+    for (int32_t id : room.seen)
+        room.tally[size_t(id)] = 0;
+    room.seen.clear();
+}
+
+// The repetition penalty as in the CTRL paper: it always makes a token less likely, whatever the sign of its logit.
+static void apply_penalties(const engine_sampling &opt, const vector<int32_t> &timeline, sampler_room &room) {
+    for (size_t i = window_start(timeline, opt.penalty_last_n); i < timeline.size(); i++)
+        if (room.tally[size_t(timeline[i])]++ == 0)
+            room.seen.push_back(timeline[i]);
+    const double repeat = opt.repeat_penalty > 0 ? double(opt.repeat_penalty) : 1;
+    for (int32_t id : room.seen) {
+        float &logit = room.logits[size_t(id)];
+        if (is_banned(logit))
+            continue;
+        const double x = double(logit) > 0 ? double(logit) / repeat : double(logit) * repeat;
+        logit =
+            bounded(x - double(room.tally[size_t(id)]) * double(opt.frequency_penalty) - double(opt.presence_penalty));
+    }
+    clear_tally(room);
+}
+
+// With w = the last n tokens, backwards: match[i] becomes the length of the longest common start of w and w[i ...], for
+// i in [1, n). That is how many tokens before the i-th last one repeat the timeline's end. In linear time (the Z
+// algorithm): [from, to) is the match that reaches farthest, and inside of it earlier results hold again. Returns the
+// longest.
+static int32_t find_repeats(const vector<int32_t> &timeline, size_t n, vector<int32_t> &match) {
+    const int32_t *end = timeline.data() + timeline.size() - 1;
+    const auto w = [&](size_t i) { return end[-std::ptrdiff_t(i)]; };
+    match.resize(n);
+    int32_t longest = 0;
+    size_t from = 0, to = 0;
+    for (size_t i = 1; i < n; i++) {
+        size_t k = i < to ? std::min(to - i, size_t(match[i - from])) : 0;
+        while (i + k < n && w(k) == w(i + k))
+            k++;
+        if (i + k > to)
+            from = i, to = i + k;
+        match[i] = int32_t(k);
+        longest = std::max(longest, match[i]);
+    }
+    return longest;
+}
+
+// Whether `breaker` ends with byte `end` of token `at`; it may begin in tokens before that one.
+static bool breaker_ends_at(const vocab &v, const vector<int32_t> &timeline, size_t at, size_t end,
+                            string_view breaker) {
+    for (string_view text = token_bytes(v, timeline[at], true).substr(0, end);;) {
+        const size_t n = std::min(text.size(), breaker.size());
+        if (text.substr(text.size() - n) != breaker.substr(breaker.size() - n))
+            return false;
+        breaker.remove_suffix(n);
+        if (breaker.empty() || at == 0)
+            return breaker.empty();
+        text = token_bytes(v, timeline[--at], true);
+    }
+}
+
+// How many tokens at the timeline's end come after the last breaker, at most `most`.
+static int32_t after_breaker(const engine_sampling &opt, const vocab &v, const vector<int32_t> &timeline,
+                             int32_t most) {
+    for (int32_t n = 0; n < most; n++) {
+        const size_t at = timeline.size() - 1 - size_t(n);
+        const size_t size = token_bytes(v, timeline[at], true).size();
+        for (size_t b = 0; b < opt.n_dry_breakers; b++)
+            for (size_t end = 1; end <= size; end++)
+                if (breaker_ends_at(v, timeline, at, end, opt.dry_breakers[b]))
+                    return n;
+    }
+    return most;
+}
+
+static void apply_dry(const engine_sampling &opt, const vocab &v, const vector<int32_t> &timeline, sampler_room &room) {
+    const size_t n = timeline.size() - window_start(timeline, opt.dry_last_n > 0 ? opt.dry_last_n : -1);
+    const int32_t allowed = opt.dry_allowed_length;
+    int32_t most = n ? find_repeats(timeline, n, room.match) : 0;
+    if (most >= allowed)
+        most = after_breaker(opt, v, timeline, most);
+    if (most < allowed)
+        return;
+    for (size_t i = 1; i < n; i++) {
+        if (room.match[i] < allowed)
+            continue;
+        const int32_t next = timeline[timeline.size() - i]; // what came after the tokens that are repeated now
+        int32_t &longest = room.tally[size_t(next)];
+        if (longest == 0)
+            room.seen.push_back(next);
+        longest = std::max(longest, std::min(room.match[i], most));
+    }
+    const auto is_breaker = [&](int32_t id) {
+        const string_view text = token_bytes(v, id, true);
+        for (size_t b = 0; b < opt.n_dry_breakers; b++)
+            if (text.find(opt.dry_breakers[b]) != string_view::npos)
+                return true;
+        return false;
+    };
+    const double growth = exact_log(double(opt.dry_base));
+    for (int32_t id : room.seen) {
+        float &logit = room.logits[size_t(id)];
+        if (!is_banned(logit) && !is_breaker(id))
+            logit = bounded(double(logit) -
+                            double(opt.dry_multiplier) * exact_exp(double(room.tally[size_t(id)] - allowed) * growth));
+    }
+    clear_tally(room);
+}
+
+// The logits after bias, penalties and DRY: the model's own when nothing changes them.
+static const vector<float> &adjust_logits(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                                          const vector<int32_t> &timeline, sampler_room &room) {
+    if (!changes_logits(opt))
+        return logits;
+    room.logits.assign(logits.begin(), logits.end());
+    room.tally.resize(logits.size());
+    for (size_t i = 0; i < opt.n_bias; i++) {
+        float &logit = room.logits[size_t(opt.bias[i].id)];
+        if (is_banned(opt.bias[i].bias))
+            logit = -HUGE_VALF;
+        else if (!is_banned(logit))
+            logit = bounded(double(logit) + double(opt.bias[i].bias));
+    }
+    if (has_penalty(opt))
+        apply_penalties(opt, timeline, room);
+    if (opt.dry_multiplier > 0)
+        apply_dry(opt, v, timeline, room);
+    return room.logits;
+}
+
+// ---- the candidates ----
+
+// room.pick becomes the k best that are not banned. k > 0.
+static void take_best(const vector<float> &logits, size_t k, sampler_room &room) {
+    room.pick.clear();
+    if (k >= logits.size()) {
+        for (size_t i = 0; i < logits.size(); i++)
+            if (!is_banned(logits[i]))
+                room.pick.push_back({logits[i], int32_t(i)});
+        return;
+    }
+    vector<candidate> &part = room.part;
+    candidate last = {-HUGE_VALF, INT32_MAX}; // the k-th best so far
+    const auto cut = [&] {
+        const auto at = part.begin() + std::ptrdiff_t(k) - 1;
+        std::nth_element(part.begin(), at, part.end(), better);
+        last = *at;
+        part.resize(k);
+    };
+    part.clear();
     for (size_t i = 0; i < logits.size(); i++)
-        if (top_k || double(logits[i]) >= floor) // what min-p will drop anyway need not be looked at
-            pick.push_back({logits[i], int32_t(i)});
-    if (top_k) {
-        const auto end = pick.begin() + opt.top_k;
-        std::nth_element(pick.begin(), end, pick.end(), better);
-        pick.erase(end, pick.end());
-        std::sort(pick.begin(), pick.end(), better);
-    }
-    if (top_p) { // the fewest of the best that cover top_p of what top-k left
-        double total = 0, mass = 0;
-        if (top_k)
-            for (const candidate &c : pick)
-                total += weight(c.logit, best, 1);
-        else
-            for (float l : logits)
-                total += weight(l, best, 1);
-        size_t n = 0;
-        if (!top_k)
-            std::make_heap(pick.begin(), pick.end());
-        while (n < pick.size() && mass < double(opt.top_p) * total) {
-            if (!top_k) // the best of the rest moves behind the heap's end
-                std::pop_heap(pick.begin(), pick.end() - std::ptrdiff_t(n));
-            n++;
-            mass += weight((top_k ? pick[n - 1] : pick[pick.size() - n]).logit, best, 1);
+        if (logits[i] > last.logit) { // an equal one has the higher id, so it is worse
+            part.push_back({logits[i], int32_t(i)});
+            if (part.size() == part_size(k))
+                cut();
         }
-        if (!top_k)
-            std::reverse(pick.begin(), pick.end());
-        pick.resize(n);
+    if (part.size() > k)
+        cut();
+    else if (!part.empty())
+        last = *std::min_element(part.begin(), part.end());
+    for (size_t i = 0; i < logits.size() && room.pick.size() < part.size(); i++)
+        if (logits[i] >= last.logit && !(candidate{logits[i], int32_t(i)} < last))
+            room.pick.push_back({logits[i], int32_t(i)});
+}
+
+template <class F> static void drop_if(vector<candidate> &pick, F &&what) {
+    pick.erase(std::remove_if(pick.begin(), pick.end(), what), pick.end());
+}
+
+static double best_of(const vector<candidate> &pick) {
+    return double(std::max_element(pick.begin(), pick.end())->logit);
+}
+
+// Keeps the fewest candidates, in order of key(logit) and id, that have `part` of the probability.
+template <class F> static void keep_share(sampler_room &room, float part, F &&key) {
+    const double best = best_of(room.pick), unit = 0x1p62 / double(room.pick.size());
+    uint64_t total = 0;
+    room.shares.clear();
+    for (const candidate &c : room.pick) {
+        room.shares.push_back({key(c.logit), c.id, uint64_t(exact_exp(double(c.logit) - best) * unit)});
+        total += room.shares.back().mass;
     }
-    pick.erase(std::remove_if(pick.begin(), pick.end(), [&](const candidate &c) { return double(c.logit) < floor; }),
-               pick.end());
+    const uint64_t wanted = std::max<uint64_t>(1, uint64_t(std::ceil(double(part) * double(total))));
+    // The last one that is kept lies in [from, to); what comes before has less than `wanted`. Halving finds it in
+    // linear time.
+    auto from = room.shares.begin(), to = room.shares.end();
+    for (uint64_t before = 0; to - from > 1;) {
+        const auto middle = from + (to - from) / 2;
+        std::nth_element(from, middle, to);
+        uint64_t sum = before;
+        for (auto s = from; s != middle; ++s)
+            sum += s->mass;
+        if (sum >= wanted)
+            to = middle;
+        else
+            before = sum, from = middle;
+    }
+    const share last = *from;
+    drop_if(room.pick, [&](const candidate &c) { return last < share{key(c.logit), c.id, 0}; });
+}
+
+// Locally typical sampling: first what is nearest to the expected surprise. With logits relative to the best one,
+// surprise and its expectation are both short of the same logarithm, which cancels out.
+static void keep_typical(sampler_room &room, float part) {
+    const double best = best_of(room.pick);
+    double total = 0, moment = 0;
+    for (const candidate &c : room.pick) {
+        const double d = double(c.logit) - best, weight = exact_exp(d);
+        total += weight;
+        moment += weight * d;
+    }
+    const double expected = moment / total;
+    keep_share(room, part, [&](float logit) { return std::fabs(double(logit) - best - expected); });
+}
+
+// Of the candidates with at least `threshold` of the probability all but the least likely go.
+static void drop_top_choices(vector<candidate> &pick, float threshold) {
+    const double best = best_of(pick);
     double total = 0;
     for (const candidate &c : pick)
-        total += weight(c.logit, best, double(opt.temperature));
-    double target = draw(opt.seed, position) * total;
+        total += exact_exp(double(c.logit) - best);
+    const candidate *least = nullptr;
     for (const candidate &c : pick)
-        if ((target -= weight(c.logit, best, double(opt.temperature))) < 0)
+        if (exact_exp(double(c.logit) - best) >= double(threshold) * total && (!least || c < *least))
+            least = &c;
+    if (!least)
+        return;
+    const candidate kept = *least;
+    drop_if(pick, [&](const candidate &c) { return kept < c; });
+}
+
+// ---- the choice ----
+
+// The finalizer of splitmix64.
+static uint64_t scramble(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// A uniform number in [0, 1) from seed and position.
+static double draw(uint64_t seed, uint64_t position) {
+    return double(scramble(seed + 0x9e3779b97f4a7c15u * (position + 1)) >> 11) * 0x1p-53;
+}
+
+// What bias, penalties, DRY and the filters leave, in room.pick: at least one.
+static void narrow(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                   const vector<int32_t> &timeline, sampler_room &room) {
+    const vector<float> &l = adjust_logits(logits, opt, v, timeline, room);
+    take_best(l, opt.top_k > 0 ? size_t(opt.top_k) : l.size(), room);
+    if (is_share(opt.typical_p))
+        keep_typical(room, opt.typical_p);
+    if (is_share(opt.top_p))
+        keep_share(room, opt.top_p, [](float logit) { return -double(logit); });
+    if (opt.min_p > 0) { // p >= min_p * p_best, in terms of logits
+        const double floor = best_of(room.pick) + exact_log(double(opt.min_p));
+        drop_if(room.pick, [&](const candidate &c) { return double(c.logit) < floor; });
+    }
+    // XTC has a sequence of draws of its own.
+    if (draw(scramble(~opt.seed), timeline.size()) < double(opt.xtc_probability))
+        drop_top_choices(room.pick, opt.xtc_threshold);
+}
+
+// The token after `timeline`. The options have been checked, and their defaults filled in, by the caller; they leave at
+// least one token that is not banned.
+static int32_t sample(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                      const vector<int32_t> &timeline, sampler_room &room) {
+    if (opt.temperature <= 0)
+        return best_id(adjust_logits(logits, opt, v, timeline, room));
+    narrow(logits, opt, v, timeline, room);
+    const candidate best = *std::max_element(room.pick.begin(), room.pick.end());
+    const auto weight = [&](const candidate &c) {
+        return exact_exp((double(c.logit) - double(best.logit)) / double(opt.temperature));
+    };
+    double total = 0;
+    for (const candidate &c : room.pick)
+        total += weight(c);
+    double target = draw(opt.seed, timeline.size()) * total;
+    for (const candidate &c : room.pick)
+        if ((target -= weight(c)) < 0)
             return c.id;
-    return best_id(logits); // rounding ate the last piece of `target`
+    return best.id; // rounding ate the last piece of `target`
+}
+
+// ---- settings ----
+
+static const char *const default_breakers[] = {"\n", ":", "\"", "*"};
+
+// Keys "general.sampling." + name of a file, and what their values may be. Zero means a default in some fields where
+// it means something else in a file, so that it is not accepted there.
+static const struct sampling_key {
+    const char *name;
+    float engine_sampling::*real;
+    int engine_sampling::*whole; // one of the two
+    double lo, hi;
+} sampling_keys[] = {
+    {"temp", &engine_sampling::temperature, nullptr, 0, 1000},
+    {"top_k", nullptr, &engine_sampling::top_k, -1, INT_MAX},
+    {"top_p", &engine_sampling::top_p, nullptr, 1e-6, 1},
+    {"min_p", &engine_sampling::min_p, nullptr, 0, 1},
+    {"xtc_probability", &engine_sampling::xtc_probability, nullptr, 0, 1},
+    {"xtc_threshold", &engine_sampling::xtc_threshold, nullptr, 1e-6, 0.5},
+    {"penalty_last_n", nullptr, &engine_sampling::penalty_last_n, -1, INT_MAX},
+    {"penalty_repeat", &engine_sampling::repeat_penalty, nullptr, 1e-6, 100},
+};
+
+// The common settings, changed by what the file asks for. Returns whether it does. What it asks for and cannot have is
+// a warning: nothing of it is needed to run the model.
+static bool default_sampling(const model_file &f, engine_sampling &out) {
+    out.temperature = 0.8f, out.top_k = 40, out.top_p = 0.95f, out.min_p = 0.05f;
+    const string_view prefix = "general.sampling.";
+    bool used = false, no_window = false; // the penalty is to look at no token
+    for (const meta_value &v : f.keys) {
+        if (v.key.substr(0, prefix.size()) != prefix)
+            continue;
+        const string_view name = v.key.substr(prefix.size());
+        const meta_kind kind = meta_types[v.type].kind;
+        const double x = kind == KIND_INT     ? double(meta_int(v.type, v.data))
+                         : kind == KIND_FLOAT ? meta_float(v.type, v.data)
+                                              : double(NAN);
+        const auto *key = std::find_if(std::begin(sampling_keys), std::end(sampling_keys),
+                                       [&](const sampling_key &k) { return name == k.name; });
+        string wrong;
+        if (key == std::end(sampling_keys)) {
+            // A file that turns mirostat off may still have numbers for it.
+            if (name == "mirostat_tau" || name == "mirostat_eta" || (name == "mirostat" && x == 0))
+                continue;
+            wrong = "is not supported";
+        } else if (kind != KIND_INT && kind != KIND_FLOAT) {
+            wrong = strf("has type %s, expected a number", meta_types[v.type].name);
+        } else if (!(x >= key->lo && x <= key->hi) || (key->whole && x != std::floor(x))) {
+            wrong = strf("is %s, expected %s%g to %g", meta_text(v).c_str(), key->whole ? "a whole number from " : "",
+                         key->lo, key->hi);
+        }
+        if (!wrong.empty()) {
+            log_msg(ENGINE_LOG_WARN, "%s: %s %s; it is ignored", show_path(f.path).c_str(), show(v.key).c_str(),
+                    wrong.c_str());
+            continue;
+        }
+        no_window |= key->whole == &engine_sampling::penalty_last_n && x == 0;
+        if (key->whole)
+            out.*key->whole = int(x);
+        else
+            out.*key->real = float(x);
+        used = true;
+    }
+    out.top_k = std::max(out.top_k, 0);
+    if (no_window)
+        out.repeat_penalty = 0;
+    return used;
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -7267,7 +7622,7 @@ struct engine_session {
     int64_t keep_at = 0; // a position to make a checkpoint at when evaluation comes by: where a prompt took another way
     bool have_logits = false;
     vector<float> logits;    // [n_vocab]
-    vector<candidate> pick;  // the sampler's room
+    sampler_room room;       // the sampler's
     vector<pass_item> items; // of the pass that evaluates it, and those beside it
     string note;             // the caller's bytes
     std::atomic<bool> cancel{false};
@@ -7282,14 +7637,12 @@ struct engine_session {
     engine_session(engine_model &m, page_store &store, const cache_share &share, int ctx, int rows)
         : model(m), n_ctx(ctx), chunk(rows), cache(store, share, ctx), logits(size_t(m.w.hp.n_vocab)) {
         tokens.reserve(size_t(ctx));
-        pick.reserve(logits.size());
         itl.reserve(ITL_STEPS);
         items.reserve(1);
     }
-    // Bytes of the arrays above.
+    // Bytes of the arrays above; the sampler's room depends on its settings and is not counted.
     static int64_t host_bytes(int64_t n_ctx, int64_t n_vocab) {
-        return n_ctx * int64_t(sizeof(int32_t)) + n_vocab * int64_t(sizeof(float) + sizeof(candidate)) +
-               int64_t(ITL_STEPS * sizeof(float));
+        return n_ctx * int64_t(sizeof(int32_t)) + (n_vocab + ITL_STEPS) * int64_t(sizeof(float));
     }
     enum { ITL_STEPS = 4096 };
 };
@@ -8033,7 +8386,7 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
             result.reason = ENGINE_STOP_CONTEXT;
             break;
         }
-        const int32_t id = sample(s.logits, *opt.sampling, s.tokens.size(), s.pick);
+        const int32_t id = sample(s.logits, *opt.sampling, s.model.voc, s.tokens, s.room);
         s.tokens.push_back(id);
         result.n_tokens++;
         if (is_end(s.model.voc, id) && !opt.ignore_end)
@@ -8606,38 +8959,102 @@ int engine_top(engine_session *session, engine_candidate *out, size_t cap, engin
             check_pointer("out", out);
         engine_session &s = *session;
         check_code(s, settle(s));
-        s.pick.clear();
-        for (size_t i = 0; i < s.logits.size(); i++)
-            s.pick.push_back({s.logits[i], int32_t(i)});
-        const size_t n = std::min(cap, s.pick.size());
-        std::partial_sort(s.pick.begin(), s.pick.begin() + std::ptrdiff_t(n), s.pick.end(),
-                          [](const candidate &a, const candidate &b) { return b < a; });
+        if (cap == 0)
+            return 0;
+        vector<candidate> &best = s.room.pick;
+        take_best(s.logits, std::min(cap, s.logits.size()), s.room);
+        std::sort(best.begin(), best.end(), better);
         const double total = log_sum_exp(s.logits);
-        for (size_t i = 0; i < n; i++)
-            out[i] = {s.pick[i].id, s.pick[i].logit, float(double(s.pick[i].logit) - total)};
-        return int(n);
+        for (size_t i = 0; i < best.size(); i++)
+            out[i] = {best[i].id, best[i].logit, float(double(best[i].logit) - total)};
+        return int(best.size());
     });
 }
 
-static engine_sampling check_sampling(const engine_sampling *given) {
-    const auto opt = options(given, "engine_sampling");
-    const auto check = [](const char *what, float v, float hi) {
-        if (!(v >= 0 && v <= hi))
-            fail(ENGINE_EINVAL, "%s is %g, expected 0 to %g", what, double(v), double(hi));
+// The caller's settings, checked and with their defaults filled in.
+static engine_sampling check_sampling(const engine_sampling *given, const vocab &v) {
+    auto opt = options(given, "engine_sampling");
+    const auto check = [](const char *what, float x, float lo, float hi) {
+        if (!(x >= lo && x <= hi))
+            fail(ENGINE_EINVAL, "%s is %g, expected %g to %g", what, double(x), double(lo), double(hi));
     };
-    check("temperature", opt.temperature, 1000);
-    check("top_p", opt.top_p, 1);
-    check("min_p", opt.min_p, 1);
+    const auto fill = [](auto &field, auto value) {
+        if (field == 0)
+            field = value;
+    };
+    fill(opt.penalty_last_n, 64);
+    fill(opt.dry_base, 1.75f);
+    fill(opt.dry_allowed_length, 2);
+    fill(opt.dry_last_n, -1);
+    fill(opt.xtc_threshold, 0.1f);
+    check("temperature", opt.temperature, 0, 1000);
+    check("top_p", opt.top_p, 0, 1);
+    check("min_p", opt.min_p, 0, 1);
+    check("typical_p", opt.typical_p, 0, 1);
+    check("repeat_penalty", opt.repeat_penalty, 0, 100);
+    check("presence_penalty", opt.presence_penalty, -100, 100);
+    check("frequency_penalty", opt.frequency_penalty, -100, 100);
+    check("dry_multiplier", opt.dry_multiplier, 0, 1000);
+    check("dry_base", opt.dry_base, 1, 100);
+    check("xtc_probability", opt.xtc_probability, 0, 1);
+    check("xtc_threshold", opt.xtc_threshold, 0, 0.5);
     check_range("top_k", opt.top_k, 0, INT_MAX);
+    check_range("penalty_last_n", opt.penalty_last_n, -1, INT_MAX);
+    check_range("dry_allowed_length", opt.dry_allowed_length, 0, INT_MAX);
+    check_range("dry_last_n", opt.dry_last_n, -1, INT_MAX);
+    if (opt.n_dry_breakers)
+        check_pointer("dry_breakers", opt.dry_breakers);
+    for (size_t i = 0; i < opt.n_dry_breakers; i++) {
+        if (!opt.dry_breakers[i] || !*opt.dry_breakers[i])
+            fail(ENGINE_EINVAL, "dry_breakers[%zu] is empty", i);
+        if (strlen(opt.dry_breakers[i]) > 256)
+            fail(ENGINE_EINVAL, "dry_breakers[%zu] has more than 256 bytes", i);
+    }
+    if (!opt.dry_breakers) {
+        opt.dry_breakers = default_breakers;
+        opt.n_dry_breakers = sizeof default_breakers / sizeof *default_breakers;
+    }
+    if (opt.n_bias)
+        check_pointer("bias", opt.bias);
+    vector<uint8_t> banned(opt.n_bias < size_t(v.n) ? 0 : size_t(v.n)); // fewer biases cannot ban them all
+    int left = v.n;
+    for (size_t i = 0; i < opt.n_bias; i++) {
+        const engine_logit_bias &b = opt.bias[i];
+        if (b.id < 0 || b.id >= v.n)
+            fail(ENGINE_EINVAL, "bias[%zu].id is %d, expected 0 to %d", i, int(b.id), v.n - 1);
+        if (!(b.bias < HUGE_VALF))
+            fail(ENGINE_EINVAL, "bias[%zu].bias is %g, expected a finite number or -inf", i, double(b.bias));
+        if (!banned.empty() && is_banned(b.bias) && !banned[size_t(b.id)])
+            banned[size_t(b.id)] = 1, left--;
+    }
+    if (left == 0)
+        fail(ENGINE_EINVAL, "bias bans all %d tokens", v.n);
     return opt;
+}
+
+int engine_sampling_defaults(const engine_model *model, engine_sampling *out, int *from_model, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        check_pointer("out", out);
+        engine_sampling r = {};
+        r.size = out->size ? out->size : sizeof r;
+        check_range("engine_sampling.size", int64_t(r.size), sizeof(size_t), 65536);
+        const bool used = default_sampling(model->file, r);
+        memcpy(out, &r, std::min(r.size, sizeof r));
+        if (from_model)
+            *from_model = used;
+        return ENGINE_OK;
+    });
 }
 
 int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err) {
     return guarded(err, [&] {
         computing call(session);
-        const engine_sampling opt = check_sampling(sampling);
-        check_code(*session, settle(*session));
-        return int(sample(session->logits, opt, session->tokens.size(), session->pick));
+        engine_session &s = *session;
+        const engine_sampling opt = check_sampling(sampling, s.model.voc);
+        reserve_room(s.room, opt, s.logits.size(), size_t(s.n_ctx));
+        check_code(s, settle(s));
+        return int(sample(s.logits, opt, s.model.voc, s.tokens, s.room));
     });
 }
 
@@ -8646,8 +9063,9 @@ int engine_generate(engine_session *session, const engine_generate_options *give
     return guarded(err, [&] {
         computing call(session);
         auto opt = options(given, "engine_generate_options");
-        const engine_sampling sampling = check_sampling(opt.sampling);
+        const engine_sampling sampling = check_sampling(opt.sampling, session->model.voc);
         opt.sampling = &sampling;
+        reserve_room(session->room, sampling, session->logits.size(), size_t(session->n_ctx));
         check_range("max_tokens", opt.max_tokens, 0, INT_MAX);
         if (opt.n_stops)
             check_pointer("stops", opt.stops);
