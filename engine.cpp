@@ -3903,9 +3903,12 @@ static chat_text render_template(string_view source, const vector<chat_message> 
 
 // What distinguishes one dense decoder from another. A new one should cost one row here.
 enum : unsigned {
-    ROPE_HALVES = 1, // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
-    QK_NORM = 2,     // RMS norm over each query and key head
-    QKV_BIAS = 4,    // attn_{q,k,v}.bias must exist; elsewhere they are optional
+    ROPE_HALVES = 1,  // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
+    QK_NORM = 2,      // RMS norm over each query and key head
+    QKV_BIAS = 4,     // attn_{q,k,v}.bias must exist; elsewhere they are optional
+    POST_NORM = 8,    // attention and feed-forward each norm their output before it is added
+    EMBED_SCALE = 16, // embeddings are multiplied by sqrt(n_embd)
+    WINDOWS = 32,     // some layers see a window only, and rotate with a base of their own
 };
 struct arch {
     const char *name; // general.architecture, also the prefix of its keys
@@ -3916,6 +3919,7 @@ static const arch arch_table[] = {
     {"llama", 0, 0},
     {"qwen2", 0, ROPE_HALVES | QKV_BIAS},
     {"qwen3", 0, ROPE_HALVES | QK_NORM},
+    {"gemma3", 1, ROPE_HALVES | QK_NORM | POST_NORM | EMBED_SCALE | WINDOWS},
 };
 
 struct hparams {
@@ -3924,8 +3928,9 @@ struct hparams {
     int pairing; // OP_ROPE's
     int glu;     // OP_GLU's kind
     float eps;
-    float attn_scale; // of q . k
-    float rope_scale; // multiplies cos and sin (YaRN's attention factor)
+    float attn_scale;  // of q . k
+    float embed_scale; // of embeddings
+    float rope_scale;  // multiplies cos and sin of the first rotary table (YaRN's attention factor)
 };
 
 // A null handle means that the model does not have it.
@@ -3937,12 +3942,14 @@ struct layer {
     mat wo;             // [n_embd, n_head * dim_v]
     mem bq, bk, bv, bo; // biases of these
     mem q_norm, k_norm; // [dim_k]
+    mem post_attn_norm; // [n_embd], of what attention adds
     mem ffn_norm;       // [n_embd]
     mat gate, up;       // [n_ff, n_embd]
     mat down;           // [n_embd, n_ff]
     mem b_gate, b_up, b_down;
-    int window; // tokens that attention sees, this one included; 0: all
-    int rotary; // which of the rotary tables
+    mem post_ffn_norm; // [n_embd], of what feed-forward adds
+    int window;        // tokens that attention sees, this one included; 0: all
+    int rotary;        // which of the rotary tables
 };
 
 struct weights {
@@ -3956,18 +3963,26 @@ struct weights {
     int64_t decode_bytes = 0;
 };
 
-// The angle per position of each rotary pair: base^(-2i/n), changed by the file's scaling rule. Linear divides by
-// the factor; YaRN (arXiv 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and
-// scales attention; Llama-3 files carry the divisors as a tensor.
+// The angle per position of each rotary pair without scaling: base^(-2i/n). *base is the value of `key`.
+static vector<double> plain_freqs(const model_file &f, const string &key, int n_rot, double *base) {
+    *base = f.get_float(key, 10000.0);
+    if (!(*base >= 1 && *base <= 1e12))
+        f.bad(key, "%g is out of range 1 to 1e12", *base);
+    vector<double> freqs;
+    for (int i = 0; i < n_rot / 2; i++)
+        freqs.push_back(exact_exp(-2.0 * i / n_rot * exact_log(*base)));
+    return freqs;
+}
+
+// The first rotary table: plain, then changed by the file's scaling rule. Linear divides by the factor; YaRN (arXiv
+// 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and scales attention; Llama-3 files
+// carry the divisors as a tensor.
 static void load_rotary(const model_file &f, const string &prefix, weights &w) {
     hparams &hp = w.hp;
     const auto key = [&](const char *name) { return prefix + name; };
-    const double base = f.get_float(key("rope.freq_base"), 10000.0);
-    if (!(base >= 1 && base <= 1e12))
-        f.bad(key("rope.freq_base"), "%g is out of range 1 to 1e12", base);
+    double base;
+    w.freqs[0] = plain_freqs(f, key("rope.freq_base"), hp.n_rot, &base);
     const int half = hp.n_rot / 2;
-    for (int i = 0; i < half; i++)
-        w.freqs[0].push_back(exact_exp(-2.0 * i / hp.n_rot * exact_log(base)));
 
     if (const tensor_info *t = f.find("rope_freqs.weight")) {
         if (t->type != TYPE_F32 || t->dims[0] != uint64_t(half) || t->dims[1] * t->dims[2] * t->dims[3] != 1)
@@ -4048,15 +4063,44 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
     if (f.get_int(prefix + "expert_count", 0, 0, INT_MAX) > 0)
         fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet",
              show_path(f.path).c_str(), prefix.c_str());
-    if (f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
+    if (!(a.flags & WINDOWS) && f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
         log_msg(ENGINE_LOG_WARN,
                 "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
                 show_path(f.path).c_str(), prefix.c_str());
     hp.n_vocab = v.n;
     hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
     hp.glu = a.glu;
-    hp.attn_scale = float(1 / std::sqrt(double(hp.dim_k)));
+    hp.embed_scale = a.flags & EMBED_SCALE ? float(std::sqrt(double(hp.n_embd))) : 1.0f;
+    // Gemma 3's largest model, the one with 62 layers, scales by what its heads would measure if they shared n_embd out
+    // among themselves. Its files do not say so.
+    const bool shared_out = string_view(a.name) == "gemma3" && hp.n_layer == 62;
+    hp.attn_scale = float(1 / std::sqrt(double(shared_out ? hp.n_embd / hp.n_head : hp.dim_k)));
     return hp;
+}
+
+// Which layers see a window only. The file says it for each layer, or gives a period: the last layer of each sees
+// everything, and with period 0 none does. Window layers have the second rotary table, which no scaling rule changes.
+static void load_windows(const model_file &f, const string &prefix, weights &w) {
+    const string key = prefix + "attention.sliding_window_pattern";
+    const int window = int(f.need_int(prefix + "attention.sliding_window", 1, INT_MAX)), n = int(w.layers.size());
+    const meta_value *v = f.meta(key);
+    meta_array list;
+    int64_t period = 6;
+    if (v && v->type == META_ARRAY) {
+        list = f.get_array(key, v->item == META_BOOL ? KIND_BOOL : KIND_INT);
+        if (list.count != uint64_t(n))
+            f.bad(key, "has %llu items, but the model has %d layers", (unsigned long long)list.count, n);
+    } else {
+        period = f.get_int(key, period, 0, INT_MAX);
+    }
+    double base;
+    const vector<double> freqs = plain_freqs(f, prefix + "rope.freq_base_swa", w.hp.n_rot, &base);
+    for (int i = 0; i < n; i++)
+        if (list.data ? list.int_at(uint64_t(i)) != 0 : period == 0 || (i + 1) % period != 0) {
+            w.layers[size_t(i)].window = window;
+            w.layers[size_t(i)].rotary = 1;
+            w.freqs[1] = freqs;
+        }
 }
 
 // Finds tensors by name, checks their shape, and hands their bytes to the backend.
@@ -4136,6 +4180,10 @@ static layer load_layer(binder &b, const hparams &hp, unsigned flags, int i) {
         l.q_norm = b.vector_f32(name("attn_q_norm.weight"), hp.dim_k);
         l.k_norm = b.vector_f32(name("attn_k_norm.weight"), hp.dim_k);
     }
+    if (flags & POST_NORM) {
+        l.post_attn_norm = b.vector_f32(name("post_attention_norm.weight"), hp.n_embd);
+        l.post_ffn_norm = b.vector_f32(name("post_ffw_norm.weight"), hp.n_embd);
+    }
     l.ffn_norm = b.vector_f32(name("ffn_norm.weight"), hp.n_embd);
     l.gate = b.matrix(name("ffn_gate.weight"), hp.n_embd, hp.n_ff);
     l.up = b.matrix(name("ffn_up.weight"), hp.n_embd, hp.n_ff);
@@ -4175,6 +4223,8 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
         w.out = w.embed;
     for (int i = 0; i < hp.n_layer; i++)
         w.layers.push_back(load_layer(b, hp, a.flags, i));
+    if (a.flags & WINDOWS)
+        load_windows(f, prefix, w);
 
     // A tensor that was not bound would be left out of the computation: an error. Parts for pictures (v., mm.), which
     // some files carry along, do not touch text.
@@ -6805,7 +6855,7 @@ struct work_area {
     mem logits = {}; // float [OUT_ROWS, n_vocab]
     step st = {};    // device side
     vector<int32_t> token, pos, seq, out_row;
-    vector<float> rotary;
+    vector<float> rotary[2];
     vector<slice> slices;
 
     // f(memory, bytes) for all of it, as large as its numbers say.
@@ -6996,15 +7046,17 @@ static int put_step(engine_model &m, const slice *slices, int n_slice) {
     put(wa.st.out_row, wa.out_row.data(), wa.out_row.size());
     const size_t half = size_t(hp.n_rot) / 2;
     for (int i = 0; i < m.n_rotary(); i++) {
-        wa.rotary.clear();
+        vector<float> &rows = wa.rotary[i];
+        const double scale = i == 0 ? double(hp.rope_scale) : 1.0;
+        rows.clear();
         for (const int32_t pos : wa.pos)
             for (size_t k = 0; k < half; k++) {
                 double s, c;
                 exact_sin_cos(double(pos) * m.w.freqs[i][k], &s, &c);
-                wa.rotary.push_back(float(c * double(hp.rope_scale)));
-                wa.rotary.push_back(float(s * double(hp.rope_scale)));
+                rows.push_back(float(c * scale));
+                rows.push_back(float(s * scale));
             }
-        put(wa.st.rotary[i], wa.rotary.data(), wa.rotary.size());
+        put(wa.st.rotary[i], rows.data(), rows.size());
     }
     return int(wa.out_row.size());
 }
@@ -7029,7 +7081,18 @@ static void norm(engine_model &m, mem y, mem x, mem weight, int n_rows, int n_pa
     m.ops->norm(m.be.get(), &op, y, x, weight);
 }
 
-static void rope(engine_model &m, mem x, int n_rows, int n_head) {
+// y += W x (+ bias), normed before it is added where the model has a norm for that. Uses work.normed.
+static void add_branch(engine_model &m, mem y, const mat &w, mem bias, mem x, mem post_norm, int n_rows) {
+    if (!post_norm.handle)
+        return matmul(m, y, w, bias, x, n_rows, true);
+    const mem branch = m.work.normed;
+    matmul(m, branch, w, bias, x, n_rows);
+    norm(m, branch, branch, post_norm, n_rows, 1, w.n_out);
+    add_op op = {n_rows, w.n_out};
+    m.ops->add(m.be.get(), &op, y, branch);
+}
+
+static void rope(engine_model &m, const layer &l, mem x, int n_rows, int n_head) {
     const hparams &hp = m.w.hp;
     rope_op op = {};
     op.n_rows = n_rows;
@@ -7037,6 +7100,7 @@ static void rope(engine_model &m, mem x, int n_rows, int n_head) {
     op.head_dim = hp.dim_k;
     op.n_rot = hp.n_rot;
     op.pairing = hp.pairing;
+    op.table = l.rotary;
     op.ld_x = n_head * hp.dim_k;
     m.ops->rope(m.be.get(), &op, x, &m.work.st);
 }
@@ -7058,8 +7122,8 @@ static void attention_inputs(engine_model &m, const layer &l, const seg &s, int 
         norm(m, wa.q, wa.q, l.q_norm, n_rows, hp.n_head, hp.dim_k);
         norm(m, wa.k, wa.k, l.k_norm, n_rows, hp.n_head_kv, hp.dim_k);
     }
-    rope(m, wa.q, n_rows, hp.n_head);
-    rope(m, wa.k, n_rows, hp.n_head_kv);
+    rope(m, l, wa.q, n_rows, hp.n_head);
+    rope(m, l, wa.k, n_rows, hp.n_head_kv);
     kv_put_op put = {};
     put.n_rows = n_rows;
     put.n_head_kv = hp.n_head_kv;
@@ -7088,7 +7152,7 @@ static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
     op.n = op.ld_gate = op.ld_up = op.ld_y = hp.n_ff;
     op.kind = hp.glu;
     m.ops->glu(m.be.get(), &op, wa.gate, wa.gate, wa.up);
-    matmul(m, x, l.down, l.b_down, wa.gate, n_rows, true);
+    add_branch(m, x, l.down, l.b_down, wa.gate, l.post_ffn_norm, n_rows);
 }
 
 // Evaluates the slices, whose pages must be there. The final hidden states of the rows whose logits are wanted are left
@@ -7104,7 +7168,7 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
     em.n_rows = n_rows;
     em.n = hp.n_embd;
     em.type = m.w.embed.type;
-    em.scale = 1;
+    em.scale = hp.embed_scale;
     m.ops->embed(m.be.get(), &em, wa.x, &m.w.embed, &wa.st);
     int seen[N_KINDS] = {}; // layers of each kind so far
     for (int i = 0; i < hp.n_layer; i++) {
@@ -7123,10 +7187,10 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
         if (last && n_out < n_rows) {
             rows(m, wa.tail, wa.x, n_out, hp.n_embd);
             rows(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
-            matmul(m, wa.tail, l.wo, l.bo, wa.q, n_out, true);
+            add_branch(m, wa.tail, l.wo, l.bo, wa.q, l.post_attn_norm, n_out);
             feed_forward(m, l, wa.tail, n_out);
         } else {
-            matmul(m, wa.x, l.wo, l.bo, wa.att, n_rows, true);
+            add_branch(m, wa.x, l.wo, l.bo, wa.att, l.post_attn_norm, n_rows);
             feed_forward(m, l, wa.x, n_rows);
         }
     }

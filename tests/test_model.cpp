@@ -464,9 +464,9 @@ TEST(Model, RotaryPlainLinearAndFactors) {
     const weights llama3 = model_rotary(64, {}, {{"llama.rope.freq_base", 500000.0f}}, factors);
     for (int i = 0; i < 32; i++) {
         const double f = std::pow(500000.0, -2.0 * i / 64);
-        EXPECT_NEAR(plain.freqs[size_t(i)] / f, 1, 1e-14);
-        EXPECT_NEAR(linear.freqs[size_t(i)] / (f / 4), 1, 1e-14);
-        EXPECT_NEAR(llama3.freqs[size_t(i)] / (f / (1.0 + i / 4.0)), 1, 1e-14);
+        EXPECT_NEAR(plain.freqs[0][size_t(i)] / f, 1, 1e-14);
+        EXPECT_NEAR(linear.freqs[0][size_t(i)] / (f / 4), 1, 1e-14);
+        EXPECT_NEAR(llama3.freqs[0][size_t(i)] / (f / (1.0 + i / 4.0)), 1, 1e-14);
     }
     EXPECT_EQ(plain.hp.rope_scale, 1);
 }
@@ -480,7 +480,7 @@ TEST(Model, RotaryYarn) {
         model_rotary(n, {{"llama.rope.scaling.type", "yarn"}}, {{"llama.rope.scaling.factor", float(s)}}, {});
     int kept = 0, divided = 0, between = 0;
     for (int i = 0; i < n / 2; i++) {
-        const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[size_t(i)] / f;
+        const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[0][size_t(i)] / f;
         if (turns > 32 * 1.2) { // the ramp's ends are rounded to whole pairs
             EXPECT_NEAR(ratio, 1, 1e-12);
             kept++;
@@ -504,10 +504,11 @@ TEST(Model, RotaryYarn) {
     for (int i = 0; i < n / 2; i++) {
         const double keep = 1 - std::min(std::max((i - low) / (high - low), 0.0), 1.0);
         const double f = std::pow(base, -2.0 * i / n);
-        EXPECT_NEAR(w.freqs[size_t(i)] / (f / s * (1 - keep) + f * keep), 1, 1e-12) << i;
+        EXPECT_NEAR(w.freqs[0][size_t(i)] / (f / s * (1 - keep) + f * keep), 1, 1e-12) << i;
     }
     const weights implied = model_rotary(n, {}, {{"llama.rope.scaling.factor", 4.0f}}, {});
-    EXPECT_NEAR(implied.freqs[1] / (std::pow(10000.0, -2.0 / n) / 4), 1, 1e-12) << "a factor without a type is linear";
+    EXPECT_NEAR(implied.freqs[0][1] / (std::pow(10000.0, -2.0 / n) / 4), 1, 1e-12)
+        << "a factor without a type is linear";
     for (const char *type : {"longrope", "yarn", "linear", "xyz"}) {
         EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", type}}, {}, {}), Error)
             << type << " without a factor";
