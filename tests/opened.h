@@ -123,6 +123,15 @@ model_ids model_prompt(int n, int n_vocab) {
     return ids;
 }
 
+std::string model_make(const test::temp_dir &dir, const std::string &options) {
+    const char *build = getenv("ENGINE_BUILD");
+    const std::string path = dir / "model.gguf";
+    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
+    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return path;
+}
+
 } // namespace
 
 #endif

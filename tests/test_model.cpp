@@ -157,15 +157,6 @@ double model_distance(const std::vector<float> &got, const std::vector<double> &
     return most / std::sqrt(squares / double(want.size()));
 }
 
-std::string model_make(const test::temp_dir &dir, const std::string &options) {
-    const char *build = getenv("ENGINE_BUILD");
-    const std::string path = dir / "model.gguf";
-    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
-    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
-    EXPECT_EQ(r.code, 0) << r.err;
-    return path;
-}
-
 // ---- golden values of other people's implementations ----------------------------------------------------------
 
 TEST(Model, StoriesGreedyIsThePublishedText) {

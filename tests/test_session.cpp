@@ -14,7 +14,7 @@ const char *const session_rows[] = {"f16", "q8_0"};
 // Logits after `ids`, in a model and session of their own.
 std::vector<float> session_cold(const std::string &path, const model_ids &ids, const char *kv) {
     open_model m(path, 2);
-    open_session s(m.m, 1024, 64, kv);
+    open_session s(m.m, 4096, 64, kv);
     s.sync(ids);
     return s.logits();
 }
@@ -337,14 +337,31 @@ TEST(SessionFile, AFullDiskLeavesTheOldFile) {
     EXPECT_EQ(engine_load(s.s, dir.file.c_str(), &s.err), 400) << "the file behind a link is written";
 }
 
+namespace {
+
+// Every page of every pool is held, idle or unused, and the lists agree.
+void session_check_pages(const engine_model &m) {
+    for (const auto &store : m.stores)
+        for (const page_pool &pool : store->pool) {
+            size_t held = 0, idle = 0, listed = 0;
+            for (const page &p : pool.pages)
+                held += p.refs > 0, idle += p.refs == 0 && p.named;
+            EXPECT_EQ(held + idle + pool.unused.size(), pool.pages.size());
+            for (int32_t id = pool.oldest; id >= 0; id = pool.pages[size_t(id)].newer)
+                listed++;
+            EXPECT_EQ(listed, idle);
+            EXPECT_GE(int64_t(pool.pages.size()), pool.reserved);
+        }
+}
+
 // Random sync, eval, rewind, save, load, steps of several sessions and cancels: at every point the logits are those of
 // a cold start.
-TEST(SessionBits, RandomHistory) {
+void session_random_history(const std::string &path) {
     const int rounds = test::long_tests() ? 400 : 60;
     for (const char *kv : session_rows) {
         temp_file dir;
-        open_model m(model_shipped, 2);
-        open_session a(m.m, 700, 50, kv), b(m.m, 700, 128, kv), c(m.m, 700, 33, kv);
+        open_model m(path, 2);
+        open_session a(m.m, 700, 50, kv, 3), b(m.m, 700, 128, kv, -1), c(m.m, 700, 33, kv);
         open_session *sessions[] = {&a, &b, &c};
         model_ids lines[3], saved;
         std::mt19937 random(11);
@@ -402,21 +419,124 @@ TEST(SessionBits, RandomHistory) {
             held.resize(size_t(engine_tokens(s.s, held.data(), held.size())));
             ASSERT_EQ(held, line);
             if (i % 5 == 4 && !line.empty()) {
-                ASSERT_TRUE(s.logits() == session_cold(model_shipped, line, kv)) << kv << " round " << i;
+                ASSERT_TRUE(s.logits() == session_cold(path, line, kv)) << kv << " round " << i;
             }
         }
-        // Nobody holds a page twice, and none is lost.
-        page_store &store = a.s->cache.store;
-        page_pool &pool = store.pool[SEES_ALL];
-        size_t held = 0, idle = 0;
-        for (const page &p : pool.pages)
-            held += p.refs > 0, idle += p.refs == 0 && p.named;
-        EXPECT_EQ(held + idle + pool.unused.size(), pool.pages.size());
-        size_t listed = 0;
-        for (int32_t id = pool.oldest; id >= 0; id = pool.pages[size_t(id)].newer)
-            listed++;
-        EXPECT_EQ(listed, idle);
+        session_check_pages(*m.m);
     }
+}
+
+} // namespace
+
+TEST(SessionBits, RandomHistory) { session_random_history(model_shipped); }
+
+namespace {
+
+// Six window layers of seven.
+std::string session_window_model(const test::temp_dir &dir, int window) {
+    return model_make(dir, "--preset gemma3-tiny --vocab 2048 --type Q8_0 --window " + std::to_string(window));
+}
+
+} // namespace
+
+TEST(SessionWindow, RandomHistory) {
+    for (const int window : {16, 200}) {
+        test::temp_dir dir;
+        session_random_history(session_window_model(dir, window));
+    }
+}
+
+TEST(SessionWindow, PagesGoBackToThePool) {
+    test::temp_dir dir;
+    const std::string path = session_window_model(dir, 100);
+    open_model m(path, 2);
+    open_session s(m.m, 4096, 64, "f16", -1);
+    const model_ids ids = model_prompt(3000, 2048);
+    s.sync(ids);
+    const page_pool &all = s.s->cache.store.pool[SEES_ALL], &window = s.s->cache.store.pool[SEES_WINDOW];
+    EXPECT_EQ(all.layout.n_layer, 1);
+    EXPECT_EQ(window.layout.n_layer, 6);
+    EXPECT_LE(window.pages.size(), 4u) << "a window of 100 and a chunk of 64 need no more";
+    EXPECT_EQ(all.pages.size(), 32u);
+    EXPECT_EQ(s.logits(), session_cold(path, ids, "f16")) << "a smaller context that is as large as it must be";
+    // Without a checkpoint, what lies far back is computed again from the beginning, exactly.
+    ASSERT_EQ(engine_rewind(s.s, 700, &s.err), 0);
+    EXPECT_EQ(s.logits(), session_cold(path, session_first(ids, 700), "f16"));
+}
+
+TEST(SessionWindow, CheckpointsMakeTurnsResumable) {
+    test::temp_dir dir;
+    const std::string path = session_window_model(dir, 100), file = dir / "session";
+    open_model m(path, 2);
+    open_session s(m.m, 4096, 64, "f16", 4);
+    const model_ids ids = model_prompt(2000, 2048);
+    for (const size_t n : {size_t(500), size_t(900), size_t(1300)}) // turns
+        s.sync(session_first(ids, n));
+    EXPECT_EQ(s.stats().n_checkpoints, 3);
+    ASSERT_EQ(engine_save(s.s, file.c_str(), &s.err), 0) << s.err.msg;
+    const auto back = [&](open_session &t, size_t n) { // rows evaluated to get the logits after n tokens
+        const int64_t before = t.stats().evaluated;
+        EXPECT_EQ(engine_rewind(t.s, n, &t.err), 0) << t.err.msg;
+        EXPECT_EQ(t.logits(), session_cold(path, session_first(ids, n), "f16"));
+        return t.stats().evaluated - before;
+    };
+    EXPECT_EQ(back(s, 900), 1) << "the end of a turn";
+    EXPECT_EQ(back(s, 500), 1) << "the end of a turn";
+    EXPECT_EQ(s.stats().n_checkpoints, 1);
+    EXPECT_LE(back(s, 480), 480) << "no checkpoint, computed from what is left";
+
+    // They come back with the file, in another model object too.
+    open_model other(path, 1);
+    open_session t(other.m, 2000, 128, "f16", 4), none(other.m, 2000, 128, "f16", -1),
+        few(other.m, 2000, 100, "f16", 1);
+    ASSERT_EQ(engine_load(t.s, file.c_str(), &t.err), 1300) << t.err.msg;
+    EXPECT_EQ(t.stats().n_checkpoints, 3);
+    EXPECT_EQ(back(t, 900), 1);
+    ASSERT_EQ(engine_load(none.s, file.c_str(), &none.err), 1300) << none.err.msg;
+    EXPECT_EQ(none.logits(), session_cold(path, session_first(ids, 1300), "f16"));
+    ASSERT_EQ(engine_load(few.s, file.c_str(), &few.err), 1300) << few.err.msg;
+    EXPECT_EQ(few.stats().n_checkpoints, 1);
+    session_check_pages(*other.m);
+}
+
+TEST(SessionWindow, CheckpointsThinOutAndKeepTheirNumber) {
+    test::temp_dir dir;
+    const std::string path = session_window_model(dir, 40);
+    open_model m(path, 2);
+    open_session s(m.m, 4096, 64, "f16", 5);
+    const model_ids ids = model_prompt(3000, 2048);
+    for (size_t n = 100; n <= 3000; n += 100)
+        s.sync(session_first(ids, n));
+    const std::vector<checkpoint> &list = s.s->cache.checkpoints;
+    ASSERT_EQ(list.size(), 5u);
+    EXPECT_EQ(list.back().pos, 2999);
+    for (size_t i = 1; i + 1 < list.size(); i++)
+        EXPECT_LE(list[i + 1].pos - list[i].pos, 2 * (list[i].pos - list[i - 1].pos)) << "denser towards the end";
+    EXPECT_LE(s.stats().checkpoint_bytes, int64_t(5 * s.s->cache.share.per_checkpoint) *
+                                              int64_t(s.s->cache.store.pool[SEES_WINDOW].layout.page_bytes));
+    session_check_pages(*m.m);
+}
+
+// A prompt that took another way in the middle of a long prefix leaves a checkpoint there.
+TEST(SessionWindow, APrefixIsComputedOnce) {
+    test::temp_dir dir;
+    const std::string path = session_window_model(dir, 40);
+    open_model m(path, 2);
+    open_session s(m.m, 2048, 64, "f16", 4);
+    const model_ids ids = model_prompt(1500, 2048);
+    const auto ask = [&](int32_t question) {
+        model_ids prompt = session_first(ids, 1000);
+        for (int i = 0; i < 300; i++)
+            prompt.push_back(question);
+        const int64_t before = s.stats().evaluated;
+        s.sync(prompt);
+        EXPECT_EQ(s.logits(), session_cold(path, prompt, "f16"));
+        return s.stats().evaluated - before;
+    };
+    EXPECT_EQ(ask(1), 1300);
+    EXPECT_LE(ask(2), 1300);
+    EXPECT_EQ(ask(3), 300) << "now there is a checkpoint at the end of the prefix";
+    EXPECT_EQ(ask(4), 300);
 }
 
 TEST(SessionPages, AreSharedAndCountedOnce) {
@@ -478,47 +598,53 @@ TEST(SessionPages, OldOnesMakeRoom) {
 }
 
 TEST(SessionPlan, EqualsTheAllocatorToTheByte) {
-    for (const char *kv : session_rows)
-        for (const int n_ctx : {1, 127, 129, 1000, 5000})
-            for (const int chunk : {1, 7, 512}) {
-                engine_open_options open = {};
-                open.threads = 2;
-                engine_session_options options = {};
-                options.n_ctx = n_ctx;
-                options.chunk = chunk;
-                options.kv = kv;
-                engine_plan_info plan = {};
-                engine_error err = {};
-                ASSERT_EQ(engine_plan(model_shipped.c_str(), &open, &options, &plan, &err), 0) << err.msg;
-                open_model m(model_shipped, 2);
-                engine_model_info info = {};
-                engine_info(m.m, &info, nullptr);
-                EXPECT_EQ(info.allocated_bytes, 0);
-                open_session s(m.m, n_ctx, chunk, kv);
-                const auto allocated = [&] {
-                    info.size = sizeof info;
+    test::temp_dir dir;
+    for (const std::string &path : {model_shipped, session_window_model(dir, 100)})
+        for (const char *kv : session_rows)
+            for (const int n_ctx : {1, 127, 129, 700, 5000})
+                for (const int chunk : {1, 7, 512}) {
+                    engine_open_options open = {};
+                    open.threads = 2;
+                    engine_session_options options = {};
+                    options.n_ctx = n_ctx;
+                    options.chunk = chunk;
+                    options.kv = kv;
+                    engine_plan_info plan = {};
+                    engine_error err = {};
+                    ASSERT_EQ(engine_plan(path.c_str(), &open, &options, &plan, &err), 0) << err.msg;
+                    open_model m(path, 2);
+                    engine_model_info info = {};
                     engine_info(m.m, &info, nullptr);
-                    return info.allocated_bytes;
-                };
-                EXPECT_EQ(allocated(), plan.cache_bytes + plan.work_bytes + plan.scratch_bytes)
-                    << n_ctx << " " << chunk;
-                // And nothing more is allocated when it computes.
-                s.sync(model_prompt(std::min(n_ctx, 1000), 2048));
-                engine_generate_options go = {};
-                go.ignore_end = 1;
-                s.generate(go);
-                EXPECT_EQ(engine_tokens(s.s, nullptr, 0), n_ctx);
-                EXPECT_EQ(allocated(), plan.cache_bytes + plan.work_bytes + plan.scratch_bytes)
-                    << n_ctx << " " << chunk;
-                int64_t widened = 0;
-                for (const buffer &b : m.m->w.owned)
-                    widened += int64_t(b.size);
-                EXPECT_EQ(plan.widened_bytes, widened);
-                EXPECT_EQ(plan.cache_bytes, int64_t(m.m->stores[0]->pool[0].pages.size()) * plan.page_bytes);
-                EXPECT_EQ(plan.session_bytes,
-                          int64_t(s.s->tokens.capacity() + s.s->logits.capacity() + s.s->itl.capacity()) * 4);
-                EXPECT_EQ(plan.weight_bytes, info.weight_bytes);
-            }
+                    EXPECT_EQ(info.allocated_bytes, 0);
+                    open_session s(m.m, n_ctx, chunk, kv);
+                    const auto allocated = [&] {
+                        info.size = sizeof info;
+                        engine_info(m.m, &info, nullptr);
+                        return info.allocated_bytes;
+                    };
+                    EXPECT_EQ(allocated(), plan.cache_bytes + plan.work_bytes + plan.scratch_bytes)
+                        << n_ctx << " " << chunk;
+                    // And nothing more is allocated when it computes.
+                    s.sync(model_prompt(std::min(n_ctx, chunk == 512 ? 4990 : 700), 2048));
+                    engine_generate_options go = {};
+                    go.ignore_end = 1;
+                    go.max_tokens = 20;
+                    s.generate(go);
+                    EXPECT_GT(engine_tokens(s.s, nullptr, 0), 0);
+                    EXPECT_EQ(allocated(), plan.cache_bytes + plan.work_bytes + plan.scratch_bytes)
+                        << n_ctx << " " << chunk;
+                    int64_t widened = 0;
+                    for (const buffer &b : m.m->w.owned)
+                        widened += int64_t(b.size);
+                    EXPECT_EQ(plan.widened_bytes, widened);
+                    int64_t pages = 0;
+                    for (const page_pool &p : m.m->stores[0]->pool)
+                        pages += int64_t(p.pages.size() * p.layout.page_bytes);
+                    EXPECT_EQ(plan.cache_bytes, pages);
+                    EXPECT_EQ(plan.session_bytes,
+                              int64_t(s.s->tokens.capacity() + s.s->logits.capacity() + s.s->itl.capacity()) * 4);
+                    EXPECT_EQ(plan.weight_bytes, info.weight_bytes);
+                }
 }
 
 TEST(SessionStep, BadBatchesAreErrors) {
