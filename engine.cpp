@@ -5750,20 +5750,58 @@ static void narrow_row(cpu_level level, uint16_t *y, const float *x, int64_t n) 
         y[i] = float_to_half(x[i]);
 }
 
+// A row in q8_0: blocks of 32 values, the last one filled up with zeros, each a scale d in f16 and 32 int8.
+//     amax = max |x_i|, compared as bit patterns, so that a NaN wins
+//     d = amax / 127 rounded to f16;  q_i = nearest even of x_i * (1 / d), limited to [-127, 127]
+//     d = 0: all q_i = 0;  d not finite: d = NaN, all q_i = 0
+// The limit matters only where d is a denormal. A value that is read is d * q, which is exact in f32.
+CPU_BODY void q8_0_body(uint8_t *y, const float *x, int64_t n) {
+    for (int64_t begin = 0; begin < n; begin += 32, y += 34) {
+        float v[32] = {};
+        memcpy(v, x + begin, size_t(std::min<int64_t>(32, n - begin)) * sizeof(float));
+        uint32_t amax = 0;
+        for (int i = 0; i < 32; i++)
+            amax = std::max(amax, float_bits(v[i]) & 0x7fffffff);
+        uint16_t d = float_to_half(q_float(amax) / 127);
+        if (d >= 0x7c00)
+            d = 0x7e00;
+        memcpy(y, &d, 2);
+        memset(y + 2, 0, 32);
+        if (d == 0 || d == 0x7e00)
+            continue;
+        const float factor = 1 / half_to_float(d);
+        for (int i = 0; i < 32; i++) {
+            float q = v[i] * factor;
+            q = q > 127.0f ? 127.0f : q;
+            q = q < -127.0f ? -127.0f : q;
+            y[2 + i] = uint8_t(int8_t(q + 12582912.0f - 12582912.0f)); // 1.5 * 2^23
+        }
+    }
+}
+
+static void put_row(cpu_level level, int type, uint8_t *y, const float *x, int64_t n) {
+    if (type == TYPE_Q8_0)
+        cpu_at<q8_0_body>(level, y, x, n);
+    else
+        narrow_row(level, (uint16_t *)y, x, n);
+}
+
+static bool cpu_cache_type(int type) { return type == TYPE_F16 || type == TYPE_Q8_0; }
+
 static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, mem v, const step *st) {
-    if (op->type != TYPE_F16 || sg->type != TYPE_F16 || sg->ratio > 1)
-        return cpu_error(be, "kv_put: the CPU stores one f16 row per token only");
+    if (!cpu_cache_type(sg->type) || op->type != sg->type || sg->ratio > 1)
+        return cpu_error(be, "kv_put: the CPU stores one f16 or q8_0 row per token only");
     each_row(be, op->n_rows, int64_t(op->n_head_kv) * (op->dim_k + op->dim_v), [&](int64_t t) {
         const int64_t pos = at<int32_t>(st->pos)[t], seq = at<int32_t>(st->seq)[t];
         const int32_t id = at<int32_t>(st->table[sg->table])[seq * st->table_len + pos / PAGE_TOKENS];
         uint8_t *page = at<uint8_t>(sg->pool) + uint64_t(id) * sg->page_bytes;
         for (int64_t h = 0; h < op->n_head_kv; h++) {
             const uint64_t slot = uint64_t(h * PAGE_TOKENS + pos % PAGE_TOKENS);
-            narrow_row(be->level, (uint16_t *)(page + sg->k_offset + slot * sg->k_row_bytes),
-                       at<float>(k) + t * op->ld_k + h * op->dim_k, op->dim_k);
+            put_row(be->level, op->type, page + sg->k_offset + slot * sg->k_row_bytes,
+                    at<float>(k) + t * op->ld_k + h * op->dim_k, op->dim_k);
             if (!op->shared)
-                narrow_row(be->level, (uint16_t *)(page + sg->v_offset + slot * sg->v_row_bytes),
-                           at<float>(v) + t * op->ld_v + h * op->dim_v, op->dim_v);
+                put_row(be->level, op->type, page + sg->v_offset + slot * sg->v_row_bytes,
+                        at<float>(v) + t * op->ld_v + h * op->dim_v, op->dim_v);
         }
     });
 }
@@ -5783,47 +5821,88 @@ static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, m
 // y_d = ACC_d / L, or 0 where nothing is visible. So nothing depends on other rows, and neither blocks of rows nor
 // threads show in a result.
 //
-// Few query rows (decode) read the f16 rows of a page directly, lanes being dimensions. Many rows (prefill) share keys
-// and values widened to f32, lanes being sixteen query rows. The plain version always does the first.
+// Keys and values are those of the cache's rows widened to f32, which is exact for f16 and for q8_0.
+//
+// Few query rows (decode) read the rows of a page directly, lanes being dimensions. Many rows (prefill) share keys and
+// values widened in memory, lanes being sixteen query rows. The plain version always does the first.
 
 enum { SPLIT_PAGES = 16, SPLIT_TOKENS = SPLIT_PAGES * int(PAGE_TOKENS), ATTEND_ROWS = 128, DIRECT_ROWS = 8 };
 enum { SPLIT_FLOATS = 8 << 20 }; // of all states when splits are tasks of their own
 
-// s[i] = dot(q, k_i) for n keys.
-static void plain_dots(float *s, const float *q, const uint16_t *k, int64_t ld_k, int n, int dim) {
+// Value d of a row.
+template <int TYPE> static inline float row_value(const uint8_t *row, int64_t d) {
+    return TYPE == TYPE_Q8_0 ? q_value(TYPE_Q8_0, row + d / 32 * 34, int(d % 32)) : q_value(TYPE_F16, row + d * 2, 0);
+}
+
+// s[i] = dot(q, k_i) for n keys, ld_k bytes apart.
+template <int TYPE> static void plain_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
     for (int i = 0; i < n; i++) {
         float p[16] = {};
         for (int d = 0; d < dim; d++)
-            p[d % 16] = std::fma(half_to_float(k[i * ld_k + d]), q[d], p[d % 16]);
+            p[d % 16] = std::fma(row_value<TYPE>(k + i * ld_k, d), q[d], p[d % 16]);
         s[i] = tree16(p);
     }
 }
 
 // acc[d] = fma(p[i], v[i][d], acc[d]) for slots [i0, i1).
-static void plain_values(float *acc, const float *p, const uint16_t *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int TYPE>
+static void plain_values(float *acc, const float *p, const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     for (int i = i0; i < i1; i++)
         for (int d = 0; d < dim; d++)
-            acc[d] = std::fma(p[i], half_to_float(v[i * ld_v + d]), acc[d]);
+            acc[d] = std::fma(p[i], row_value<TYPE>(v + i * ld_v, d), acc[d]);
 }
 
 #if defined(__x86_64__)
 AVX2_INLINE __m256 floats8(const float *p) { return _mm256_loadu_ps(p); }
-AVX2_INLINE __m256 floats8(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-AVX512_INLINE __m512 floats16(const float *p) { return _mm512_loadu_ps(p); }
-AVX512_INLINE __m512 floats16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-AVX2 static void avx2_widen(float *y, const uint16_t *x, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(y + i, floats8(x + i));
+// 8 or 16 values of a row from d + 8 * b or d + 16 * b on. d and b stand apart so that the compiler sees which of them
+// share a q8_0 block: d is a multiple of 32, or of 16 where the values end with d's block.
+template <int TYPE> AVX2_INLINE __m256 row_floats8(const uint8_t *row, unsigned d, unsigned b) {
+    if constexpr (TYPE == TYPE_Q8_0) {
+        const uint8_t *block = row + d / 32 * 34 + b / 4 * 34, *q = block + 2 + d % 32 + b % 4 * 8;
+        const __m256 scale = _mm256_cvtph_ps(_mm_set1_epi16(load_as<int16_t>(block)));
+        return _mm256_mul_ps(
+            scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(q)))));
+    } else {
+        return load_floats8<TYPE>(row + (d + b * 8) * (TYPE == TYPE_F32 ? 4 : 2));
+    }
+}
+
+template <int TYPE> AVX512_INLINE __m512 row_floats16(const uint8_t *row, unsigned d, unsigned b) {
+    if constexpr (TYPE == TYPE_Q8_0) {
+        const uint8_t *block = row + d / 32 * 34 + b / 2 * 34;
+        const __m512 scale = _mm512_cvtph_ps(_mm256_set1_epi16(load_as<int16_t>(block)));
+        return _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(block + 2 + d % 32 + b % 2 * 16))));
+    } else if constexpr (TYPE == TYPE_F16) {
+        return _mm512_cvtph_ps(load32(row + (d + b * 16) * 2));
+    } else {
+        return _mm512_loadu_ps(row + (d + b * 16) * 4);
+    }
+}
+
+template <int TYPE> AVX2 static void avx2_widen(float *y, const uint8_t *row, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int b = 0; b < 2; b++)
+            _mm256_storeu_ps(y + i + b * 8, row_floats8<TYPE>(row, unsigned(i), unsigned(b)));
     for (; i < n; i++)
-        y[i] = half_to_float(x[i]);
+        y[i] = row_value<TYPE>(row, i);
+}
+
+// tree16 of four dot products at once, from what r_i = p_i + p_{i+8} gives.
+AVX2_INLINE __m128 trees4(const __m256 *r) {
+    __m128 h[4];
+    for (int a = 0; a < 4; a++)
+        h[a] = _mm_add_ps(_mm256_castps256_ps128(r[a]), _mm256_extractf128_ps(r[a], 1));
+    __m128 x = _mm_add_ps(_mm_shuffle_ps(h[0], h[1], 0x44), _mm_shuffle_ps(h[0], h[1], 0xee));
+    __m128 y = _mm_add_ps(_mm_shuffle_ps(h[2], h[3], 0x44), _mm_shuffle_ps(h[2], h[3], 0xee));
+    return _mm_add_ps(_mm_shuffle_ps(x, y, 0x88), _mm_shuffle_ps(x, y, 0xdd));
 }
 
 // s[a * PAGE_TOKENS + i] = dot(q_a, k_i) for NQ queries [NQ, dim] and n keys; four pairs of them per pass, with two
-// registers of partial sums each. n and dim are multiples of 16. Serves AVX-512 as well: memory is the limit.
-template <int NQ, class T>
-AVX2 static void avx2_dots(float *s, const float *q, const T *k, int64_t ld_k, int n, int dim) {
+// registers of partial sums each. n and dim are multiples of 16.
+template <int NQ, int TYPE>
+AVX2 static void avx2_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
     constexpr int NK = 4 / NQ;
     for (int i = 0; i < n; i += NK) {
         __m256 lo[4], hi[4];
@@ -5831,52 +5910,74 @@ AVX2 static void avx2_dots(float *s, const float *q, const T *k, int64_t ld_k, i
             lo[a] = hi[a] = _mm256_setzero_ps();
         for (int d = 0; d < dim; d += 16)
             for (int b = 0; b < NK; b++) {
-                __m256 k0 = floats8(k + (i + b) * ld_k + d), k1 = floats8(k + (i + b) * ld_k + d + 8);
+                const uint8_t *row = k + (i + b) * ld_k;
+                __m256 k0 = row_floats8<TYPE>(row, unsigned(d), 0), k1 = row_floats8<TYPE>(row, unsigned(d), 1);
                 for (int a = 0; a < NQ; a++) {
                     lo[a * NK + b] = _mm256_fmadd_ps(k0, floats8(q + int64_t(a) * dim + d), lo[a * NK + b]);
                     hi[a * NK + b] = _mm256_fmadd_ps(k1, floats8(q + int64_t(a) * dim + d + 8), hi[a * NK + b]);
                 }
             }
-        __m128 h[4]; // the trees of tree16, four at once; here r_i + r_{i+4}
-        for (int a = 0; a < 4; a++) {
-            __m256 r = _mm256_add_ps(lo[a], hi[a]);
-            h[a] = _mm_add_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
-        }
-        __m128 x = _mm_add_ps(_mm_shuffle_ps(h[0], h[1], 0x44), _mm_shuffle_ps(h[0], h[1], 0xee));
-        __m128 y = _mm_add_ps(_mm_shuffle_ps(h[2], h[3], 0x44), _mm_shuffle_ps(h[2], h[3], 0xee));
+        for (int a = 0; a < 4; a++)
+            lo[a] = _mm256_add_ps(lo[a], hi[a]);
         float r[4];
-        _mm_storeu_ps(r, _mm_add_ps(_mm_shuffle_ps(x, y, 0x88), _mm_shuffle_ps(x, y, 0xdd)));
+        _mm_storeu_ps(r, trees4(lo));
         for (int a = 0; a < NQ; a++)
             memcpy(s + a * PAGE_TOKENS + i, r + a * NK, NK * sizeof(float));
     }
 }
 
-// acc[a][d] = fma(p[a * step_q + i * step_i], v[i][d], acc[a][d]) for slots [i0, i1). acc [NQ, dim], dim a multiple of
-// 16, in strips of NV registers that stay in place.
-template <int NQ, int NV, class T> AVX2_INLINE void avx2_strip(float *acc, const float *p, int step_q, int step_i,
-                                                               const T *v, int64_t ld_v, int i0, int i1, int dim) {
+// The same with eight pairs per pass and one register each.
+template <int NQ, int TYPE>
+AVX512 static void avx512_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
+    constexpr int NK = 8 / NQ;
+    for (int i = 0; i < n; i += NK) {
+        __m512 p[8];
+        for (__m512 &x : p)
+            x = _mm512_setzero_ps();
+        for (int d = 0; d < dim; d += 16)
+            for (int b = 0; b < NK; b++) {
+                const __m512 key = row_floats16<TYPE>(k + (i + b) * ld_k, unsigned(d), 0);
+                for (int a = 0; a < NQ; a++)
+                    p[a * NK + b] = _mm512_fmadd_ps(key, _mm512_loadu_ps(q + int64_t(a) * dim + d), p[a * NK + b]);
+            }
+        __m256 half[8];
+        for (int a = 0; a < 8; a++)
+            half[a] = _mm256_add_ps(_mm512_castps512_ps256(p[a]), _mm512_extractf32x8_ps(p[a], 1));
+        float r[8];
+        _mm_storeu_ps(r, trees4(half));
+        _mm_storeu_ps(r + 4, trees4(half + 4));
+        for (int a = 0; a < NQ; a++)
+            memcpy(s + a * PAGE_TOKENS + i, r + a * NK, NK * sizeof(float));
+    }
+}
+
+// acc[a][d] = fma(p[a * step_q + i * step_i], v[i][d], acc[a][d]) for slots [i0, i1), rows of v ld_v bytes apart.
+// acc [NQ, dim], dim a multiple of 16, in strips of NV registers, from d on, that stay in place.
+template <int NQ, int NV, int TYPE> AVX2_INLINE void avx2_strip(float *acc, const float *p, int step_q, int step_i,
+                                                                const uint8_t *v, int64_t ld_v, int i0, int i1, int dim,
+                                                                int d) {
     __m256 sum[NQ][NV];
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            sum[a][b] = _mm256_loadu_ps(acc + int64_t(a) * dim + b * 8);
+            sum[a][b] = _mm256_loadu_ps(acc + int64_t(a) * dim + d + b * 8);
     for (int i = i0; i < i1; i++)
         for (int b = 0; b < NV; b++) {
-            __m256 value = floats8(v + i * ld_v + b * 8);
+            __m256 value = row_floats8<TYPE>(v + i * ld_v, unsigned(d), unsigned(b));
             for (int a = 0; a < NQ; a++)
                 sum[a][b] = _mm256_fmadd_ps(_mm256_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
         }
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            _mm256_storeu_ps(acc + int64_t(a) * dim + b * 8, sum[a][b]);
+            _mm256_storeu_ps(acc + int64_t(a) * dim + d + b * 8, sum[a][b]);
 }
 
-template <int NQ, class T> AVX2 static void avx2_values(float *acc, const float *p, int step_q, int step_i, const T *v,
-                                                        int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int TYPE> AVX2 static void avx2_values(float *acc, const float *p, int step_q, int step_i,
+                                                         const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     int d = 0;
     for (; d + 64 / NQ <= dim; d += 64 / NQ)
-        avx2_strip<NQ, 8 / NQ>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx2_strip<NQ, 8 / NQ, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
     for (; d < dim; d += 16)
-        avx2_strip<NQ, 2>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx2_strip<NQ, 2, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
 }
 
 // Where the partial sum of round c begins: bit-reversed (0, 8, 4, 12, 2, …), so that tree16 is a binary counter's
@@ -5932,49 +6033,51 @@ AVX512 static void avx512_wide_dots(float *s, const float *q, const float *k, in
     }
 }
 
-template <int NQ, int NV, class T> AVX512_INLINE void avx512_strip(float *acc, const float *p, int step_q, int step_i,
-                                                                   const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int NV, int TYPE> AVX512_INLINE void avx512_strip(float *acc, const float *p, int step_q, int step_i,
+                                                                    const uint8_t *v, int64_t ld_v, int i0, int i1,
+                                                                    int dim, int d) {
     __m512 sum[NQ][NV];
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            sum[a][b] = _mm512_loadu_ps(acc + int64_t(a) * dim + b * 16);
+            sum[a][b] = _mm512_loadu_ps(acc + int64_t(a) * dim + d + b * 16);
     for (int i = i0; i < i1; i++)
         for (int b = 0; b < NV; b++) {
-            __m512 value = floats16(v + i * ld_v + b * 16);
+            __m512 value = row_floats16<TYPE>(v + i * ld_v, unsigned(d), unsigned(b));
             for (int a = 0; a < NQ; a++)
                 sum[a][b] = _mm512_fmadd_ps(_mm512_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
         }
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            _mm512_storeu_ps(acc + int64_t(a) * dim + b * 16, sum[a][b]);
+            _mm512_storeu_ps(acc + int64_t(a) * dim + d + b * 16, sum[a][b]);
 }
 
-template <int NQ, class T> AVX512 static void avx512_values(float *acc, const float *p, int step_q, int step_i,
-                                                            const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int TYPE> AVX512 static void avx512_values(float *acc, const float *p, int step_q, int step_i,
+                                                             const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     int d = 0;
     for (; d + 64 <= dim; d += 64)
-        avx512_strip<NQ, 4>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx512_strip<NQ, 4, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
     for (; d < dim; d += 16)
-        avx512_strip<NQ, 1>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx512_strip<NQ, 1, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
 }
 
-#define BY_COUNT(f) (nq == 4 ? f<4, T> : nq == 2 ? f<2, T> : f<1, T>)
+#define BY_COUNT(f) (nq == 4 ? f<4, TYPE> : nq == 2 ? f<2, TYPE> : f<1, TYPE>)
 #endif
 
 // For nq = 1, 2 or 4 query rows; the plain versions take one.
-static void page_dots(cpu_level level, int nq, float *s, const float *q, const uint16_t *k, int64_t ld_k, int n,
-                      int dim) {
+template <int TYPE> static void page_dots(cpu_level level, int nq, float *s, const float *q, const uint8_t *k,
+                                          int64_t ld_k, int n, int dim) {
 #if defined(__x86_64__)
-    using T = uint16_t;
-    if (level != CPU_PLAIN)
+    if (level == CPU_AVX512)
+        return BY_COUNT(avx512_dots)(s, q, k, ld_k, n, dim);
+    if (level == CPU_AVX2)
         return BY_COUNT(avx2_dots)(s, q, k, ld_k, n, dim);
 #endif
     (void)level, (void)nq;
-    plain_dots(s, q, k, ld_k, n, dim);
+    plain_dots<TYPE>(s, q, k, ld_k, n, dim);
 }
 
-template <class T> static void page_values(cpu_level level, int nq, float *acc, const float *p, int step_q, int step_i,
-                                           const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int TYPE> static void page_values(cpu_level level, int nq, float *acc, const float *p, int step_q, int step_i,
+                                            const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
 #if defined(__x86_64__)
     if (level == CPU_AVX512)
         return BY_COUNT(avx512_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
@@ -5982,8 +6085,8 @@ template <class T> static void page_values(cpu_level level, int nq, float *acc, 
         return BY_COUNT(avx2_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
 #endif
     (void)level, (void)nq, (void)step_q, (void)step_i;
-    if constexpr (sizeof(T) == 2)
-        plain_values(acc, p, v, ld_v, i0, i1, dim);
+    if constexpr (TYPE != TYPE_F32)
+        plain_values<TYPE>(acc, p, v, ld_v, i0, i1, dim);
 }
 
 // Scores of one query row become weights: s [PAGE_TOKENS], of which [lo, hi), not empty, is visible. Returns what acc
@@ -6103,29 +6206,32 @@ struct attend_space {
 };
 
 // Adds the weighted values of nq (1, 2 or 4) query rows, together when all see the same slots.
-template <class T> static void attend_values(const attend_job &j, int nq, float *acc, const float *p, int step_q,
-                                             int step_i, const T *v, int64_t ld_v, const int *lo, const int *hi) {
+template <int TYPE> static void attend_values(const attend_job &j, int nq, float *acc, const float *p, int step_q,
+                                              int step_i, const uint8_t *v, int64_t ld_v, const int *lo,
+                                              const int *hi) {
     const bool same = std::count(lo, lo + nq, *lo) == nq && std::count(hi, hi + nq, *hi) == nq;
     for (int a = 0; a < (same ? 1 : nq); a++)
         if (lo[a] < hi[a])
-            page_values(j.be->level, same ? nq : 1, acc + int64_t(a) * j.pad_v, p + a * step_q, step_q, step_i, v, ld_v,
-                        lo[a], hi[a], j.pad_v);
+            page_values<TYPE>(j.be->level, same ? nq : 1, acc + int64_t(a) * j.pad_v, p + a * step_q, step_q, step_i, v,
+                              ld_v, lo[a], hi[a], j.pad_v);
 }
 
-// One page for n query rows, of which some see slots in [begin, end), reading its f16 rows where they are.
-static void attend_direct(const attend_job &j, const attend_space &w, int n, int begin, int end, const uint16_t *k,
-                          int64_t ld_k, const uint16_t *v, int64_t ld_v, attend_state st) {
+// One page for n query rows, of which some see slots in [begin, end), reading its rows where they are.
+template <int TYPE> static void attend_direct(const attend_job &j, const attend_space &w, int n, int begin, int end,
+                                              const uint8_t *k, int64_t ld_k, const uint8_t *v, int64_t ld_v,
+                                              attend_state st) {
     const cpu_level level = j.be->level;
     for (int r = 0, nq; r < n; r += nq) {
         nq = level == CPU_PLAIN ? 1 : n - r >= 4 ? 4 : n - r >= 2 ? 2 : 1;
-        page_dots(level, nq, w.s + begin, w.q + int64_t(r) * j.pad_k, k + begin * ld_k, ld_k, end - begin, j.op->dim_k);
+        page_dots<TYPE>(level, nq, w.s + begin, w.q + int64_t(r) * j.pad_k, k + begin * ld_k, ld_k, end - begin,
+                        j.op->dim_k);
         for (int i = r; i < r + nq; i++)
             if (float a; w.lo[i] < w.hi[i]) {
                 cpu_at<softmax_body>(level, w.s + (i - r) * PAGE_TOKENS, w.lo[i], w.hi[i], j.op->scale, j.op->softcap,
                                      st.m + i, st.l + i, &a);
                 cpu_at<scale_body>(level, st.acc + int64_t(i) * j.pad_v, a, j.pad_v);
             }
-        attend_values(j, nq, st.acc + int64_t(r) * j.pad_v, w.s, PAGE_TOKENS, 1, v, ld_v, w.lo + r, w.hi + r);
+        attend_values<TYPE>(j, nq, st.acc + int64_t(r) * j.pad_v, w.s, PAGE_TOKENS, 1, v, ld_v, w.lo + r, w.hi + r);
     }
 }
 
@@ -6149,7 +6255,8 @@ static void attend_wide(const attend_job &j, const attend_space &w, int n, int b
             cpu_at<scale_body>(level, st.acc + int64_t(r + i) * j.pad_v, a[i], j.pad_v);
         for (int i = 0, nq; i < left; i += nq) {
             nq = left - i >= 4 ? 4 : left - i >= 2 ? 2 : 1;
-            attend_values(j, nq, st.acc + int64_t(r + i) * j.pad_v, s + i, 1, 16, v, ld_v, w.lo + r + i, w.hi + r + i);
+            attend_values<TYPE_F32>(j, nq, st.acc + int64_t(r + i) * j.pad_v, s + i, 1, 16, (const uint8_t *)v,
+                                    ld_v * int64_t(sizeof(float)), w.lo + r + i, w.hi + r + i);
         }
     }
 }
@@ -6177,19 +6284,22 @@ static void attend_split(const attend_job &j, const attend_space &w, int t0, int
         }
         const int64_t id = j.table[int64_t(j.seq[t0]) * j.table_len + page];
         const uint8_t *rows = at<uint8_t>(j.sg->pool) + uint64_t(id) * j.sg->page_bytes;
-        const uint16_t *k = (const uint16_t *)(rows + j.sg->k_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->k_row_bytes);
-        const uint16_t *v = (const uint16_t *)(rows + j.sg->v_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->v_row_bytes);
-        const int64_t ld_k = int64_t(j.sg->k_row_bytes / 2), ld_v = int64_t(j.sg->v_row_bytes / 2);
+        const int64_t ld_k = int64_t(j.sg->k_row_bytes),
+                      ld_v = int64_t(op->shared ? j.sg->k_row_bytes : j.sg->v_row_bytes);
+        const uint8_t *k = rows + j.sg->k_offset + kv * PAGE_TOKENS * ld_k;
+        const uint8_t *v = op->shared ? k : rows + j.sg->v_offset + kv * PAGE_TOKENS * ld_v;
         const int begin = std::max(from - base, 0) & ~15, end = std::min((to - base + 16) & ~15, int(PAGE_TOKENS));
+        const bool q8_0 = j.sg->type == TYPE_Q8_0;
         if (direct) {
-            attend_direct(j, w, n, begin, end, k, ld_k, op->shared ? k : v, op->shared ? ld_k : ld_v, st);
+            (q8_0 ? attend_direct<TYPE_Q8_0> : attend_direct<TYPE_F16>)(j, w, n, begin, end, k, ld_k, v, ld_v, st);
             continue;
         }
 #if defined(__x86_64__)
+        const auto widen = q8_0 ? avx2_widen<TYPE_Q8_0> : avx2_widen<TYPE_F16>;
         for (int64_t i = begin; i < end; i++) {
-            avx2_widen(w.k + i * j.pad_k, k + i * ld_k, op->dim_k);
+            widen(w.k + i * j.pad_k, k + i * ld_k, op->dim_k);
             if (!op->shared)
-                avx2_widen(w.v + i * j.pad_v, v + i * ld_v, op->dim_v);
+                widen(w.v + i * j.pad_v, v + i * ld_v, op->dim_v);
         }
         attend_wide(j, w, n, begin, end, op->shared ? w.k : w.v, op->shared ? j.pad_k : j.pad_v, st);
 #endif
@@ -6269,8 +6379,8 @@ static uint64_t cpu_attend_scratch(backend *be, const attend_op *op, const seg *
 
 // Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
 static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
-    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
-        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+    if (op->n_seg != 1 || !cpu_cache_type(sg[0].type) || sg[0].ratio > 1 || sg[0].row_ids.handle)
+        return cpu_error(be, "attend: the CPU reads one segment of f16 or q8_0 rows, one per token, only");
     attend_job j = attend_shape(be, op);
     j.sg = sg, j.table_len = st->table_len;
     j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
