@@ -4067,6 +4067,10 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
         log_msg(ENGINE_LOG_WARN,
                 "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
                 show_path(f.path).c_str(), prefix.c_str());
+    for (const char *name : {"attn_logit_softcapping", "final_logit_softcapping"}) // of Gemma 2, copied by converters
+        if (f.get_float(prefix + name, 0.0) != 0)
+            log_msg(ENGINE_LOG_WARN, "%s: %s%s is not used by this architecture", show_path(f.path).c_str(),
+                    prefix.c_str(), name);
     hp.n_vocab = v.n;
     hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
     hp.glu = a.glu;
@@ -4093,6 +4097,9 @@ static void load_windows(const model_file &f, const string &prefix, weights &w) 
     } else {
         period = f.get_int(key, period, 0, INT_MAX);
     }
+    // The two bases differ, so the default of the others is not right for the first, and some converters name it oddly.
+    if (!f.meta(prefix + "rope.freq_base"))
+        f.bad(prefix + "rope.freq_base", "is missing");
     double base;
     const vector<double> freqs = plain_freqs(f, prefix + "rope.freq_base_swa", w.hp.n_rot, &base);
     for (int i = 0; i < n; i++)

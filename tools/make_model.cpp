@@ -484,7 +484,8 @@ void write_tensor(gguf_writer &w, const options &o, const tensor &t) {
 
 const char USAGE[] =
     "usage: make_model OUT.gguf [options]\n"
-    "  --preset NAME      llama-1.1b, qwen3-0.6b, or tiny (the default); the other options change it\n"
+    "  --preset NAME      llama-1.1b, qwen3-0.6b, gemma3-1b, gemma3-tiny, or tiny (the default); the other options\n"
+    "                     change it\n"
     "  --arch NAME        llama, qwen2 (biases), qwen3 (QK-norm) or gemma3 (QK-norm, norms after the branches, tied,\n"
     "                     window layers)\n"
     "  --type NAME        F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4, or the\n"
