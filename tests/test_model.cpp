@@ -1,5 +1,4 @@
-// Whole models through the C API: golden values, exactness, sessions, sampling, bad arguments, and the shape of the
-// source.
+// Whole models through the C API: golden values, exactness, sessions, bad arguments, and the shape of the source.
 #include "unit.h"
 
 #include "gguf_writer.h"
@@ -845,107 +844,6 @@ TEST(Session, StatsCount) {
     EXPECT_GT(st.decode_seconds, 0);
     EXPECT_LE(st.itl_p50, st.itl_p99);
     EXPECT_EQ(st.kv_bytes, 128 * 4 * 2 * 4 * 32 * 2); // one page: 4 layers, K and V, 4 heads of 32 halves
-}
-
-// ---- sampling --------------------------------------------------------------------------------------------------
-
-std::map<int32_t, int> model_draws(const std::vector<float> &logits, const engine_sampling &opt, int n) {
-    std::map<int32_t, int> count;
-    std::vector<candidate> room;
-    for (int i = 0; i < n; i++)
-        count[sample(logits, opt, uint64_t(i), room)]++;
-    return count;
-}
-
-TEST(Sampler, GreedyTakesTheLowestOfEqualIds) {
-    EXPECT_EQ(model_draws({1, 3, 3, 2}, {}, 3), (std::map<int32_t, int>{{1, 3}}));
-}
-
-TEST(Sampler, FiltersKeepWhatTheyPromise) {
-    // probabilities 0.4, 0.3, 0.2, 0.1 in another order
-    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-    const auto kept = [&](engine_sampling o) {
-        o.temperature = 1;
-        std::set<int32_t> ids;
-        for (const auto &c : model_draws(logits, o, 4000))
-            ids.insert(c.first);
-        return ids;
-    };
-    const auto with = [](int top_k, float top_p, float min_p) {
-        engine_sampling o = {};
-        o.top_k = top_k, o.top_p = top_p, o.min_p = min_p;
-        return o;
-    };
-    typedef std::set<int32_t> ids;
-    EXPECT_EQ(kept(with(0, 0, 0)), (ids{0, 1, 2, 3}));
-    EXPECT_EQ(kept(with(2, 0, 0)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(9, 0, 0)), (ids{0, 1, 2, 3}));
-    EXPECT_EQ(kept(with(0, 0.35f, 0)), (ids{1}));
-    EXPECT_EQ(kept(with(0, 0.65f, 0)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(0, 0.75f, 0)), (ids{0, 1, 3}));
-    EXPECT_EQ(kept(with(0, 0, 0.3f)), (ids{0, 1, 3}));
-    EXPECT_EQ(kept(with(0, 0, 1)), (ids{1}));
-    // top-p counts what top-k left: 0.4/0.9 is below 0.5, and 0.7/0.9 above
-    EXPECT_EQ(kept(with(3, 0.5f, 0)), (ids{1, 3}));
-    // min-p comes last: it does not change what top-p sees
-    EXPECT_EQ(kept(with(0, 0.95f, 0.6f)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(0, 0.65f, 0.3f)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(3, 0.85f, 0.6f)), (ids{1, 3}));
-}
-
-TEST(Sampler, FrequenciesAndTemperature) {
-    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-    const int n = 40000;
-    for (float t : {0.5f, 1.0f, 2.0f}) {
-        engine_sampling o = {};
-        o.temperature = t;
-        double z = 0;
-        for (float l : logits)
-            z += std::exp(double(l) / double(t));
-        for (const auto &c : model_draws(logits, o, n)) {
-            const double p = std::exp(double(logits[size_t(c.first)]) / double(t)) / z;
-            EXPECT_NEAR(c.second / double(n), p, 5 * std::sqrt(p * (1 - p) / n)) << t;
-        }
-    }
-}
-
-TEST(Sampler, SeedAndPositionDecide) {
-    std::vector<float> logits(1000);
-    for (size_t i = 0; i < logits.size(); i++)
-        logits[i] = float(i % 7);
-    std::vector<candidate> room;
-    engine_sampling o = {};
-    o.temperature = 1;
-    int same_seed = 0, same_position = 0;
-    for (uint64_t i = 0; i < 200; i++) {
-        o.seed = 1;
-        const int32_t a = sample(logits, o, i, room);
-        EXPECT_EQ(a, sample(logits, o, i, room));
-        same_seed += a == sample(logits, o, i + 1000, room);
-        o.seed = 2;
-        same_position += a == sample(logits, o, i, room);
-    }
-    EXPECT_LT(same_seed, 20);
-    EXPECT_LT(same_position, 20);
-}
-
-TEST(Sampler, TopIsSortedAndNormalised) {
-    open_model m(model_shipped);
-    open_session s(m.m);
-    s.sync(model_prompt(10, 2048));
-    std::vector<engine_candidate> top(2048);
-    ASSERT_EQ(engine_top(s.s, top.data(), top.size(), &s.err), 2048) << s.err.msg;
-    const std::vector<float> l = s.logits();
-    double sum = 0;
-    for (size_t i = 0; i < top.size(); i++) {
-        sum += std::exp(double(top[i].logprob));
-        EXPECT_EQ(top[i].logit, l[size_t(top[i].id)]);
-        if (i > 0) {
-            EXPECT_TRUE(top[i - 1].logit > top[i].logit ||
-                        (top[i - 1].logit == top[i].logit && top[i - 1].id < top[i].id));
-        }
-    }
-    EXPECT_NEAR(sum, 1, 1e-5);
 }
 
 // ---- bad calls -------------------------------------------------------------------------------------------------
