@@ -7,7 +7,7 @@
 // CONTENTS
 //   1. BASICS     errors, log, memory, clock, floating-point mode, threads
 //   2. QUANTS     weight formats and their order of operations
-//   3. FILES      GGUF
+//   3. FILES      GGUF, JSON
 //   4. VOCAB      tokenizers and detokenizer
 //   5. TEMPLATE   the Jinja subset of chat templates
 //   6. MODEL      architectures, hyper-parameters, weight binding
@@ -221,6 +221,33 @@ struct cursor {
         return v;
     }
 };
+
+struct utf8_char {
+    uint32_t code;
+    int length; // bytes; of what is no valid character: its maximal subpart, at least 1
+    bool valid;
+    bool cut; // the bytes end inside what may yet become a valid character
+};
+
+// The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
+static inline utf8_char next_char(const char *p, const char *end) {
+    const uint32_t b = uint8_t(*p);
+    if (b < 0x80)
+        return {b, 1, true, false};
+    const int more = b >= 0xc2 && b <= 0xdf ? 1 : b >= 0xe0 && b <= 0xef ? 2 : b >= 0xf0 && b <= 0xf4 ? 3 : 0;
+    uint32_t code = b & (0x3fu >> more);
+    uint32_t low = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, high = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
+    for (int i = 1; i <= more; i++) {
+        if (p + i == end)
+            return {0, i, false, true};
+        const uint32_t c = uint8_t(p[i]);
+        if (c < low || c > high)
+            return {0, i, false, false};
+        code = code << 6 | (c & 0x3f);
+        low = 0x80, high = 0xbf;
+    }
+    return {code, more + 1, more > 0, false};
+}
 
 // Round to nearest, denormals kept, for as long as it lives; the caller's mode comes back afterwards.
 struct fp_mode {
@@ -1272,6 +1299,317 @@ static model_file open_model_file(const char *path, bool no_mmap) {
     return f;
 }
 
+// ---- JSON ----------------------------------------------------------------------------------------------------------
+// Strict RFC 8259: configurations, tokenizers, tensor headers, and what callers pass as JSON.
+
+// clang-format off
+enum json_kind : uint8_t { JSON_NULL, JSON_BOOL, JSON_INT, JSON_FLOAT, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
+static const char *const json_kind_names[] = {"null", "a bool", "an integer", "a float", "a string", "an array", "an object"};
+// clang-format on
+static const int JSON_MAX_DEPTH = 256;
+
+// What an array or object holds stands right behind it, of an object key and value in turn:
+//     for (const json_value *v = array.begin(); v != array.end(); v = v->next())
+//     for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
+struct json_value {
+    json_kind kind = JSON_NULL;
+    uint32_t n = 0; // string: bytes; array: items; object: members
+    union {
+        int64_t i; // integer, bool
+        double f;
+        const char *chars; // string: UTF-8, NULs allowed
+        size_t extent;     // array, object: how many values this one and those inside are
+    };
+
+    json_value() : i(0) {}
+    explicit json_value(string_view s) : kind(JSON_STRING), n(uint32_t(s.size())), chars(s.data()) {}
+    json_value(json_kind container, uint32_t count, size_t values) : kind(container), n(count), extent(values) {}
+
+    string_view text() const { return kind == JSON_STRING ? string_view(chars, n) : string_view(); }
+    const json_value *begin() const { return this + 1; }
+    const json_value *end() const { return next(); }
+    const json_value *next() const { return this + (kind >= JSON_ARRAY ? extent : 1); }
+    // The member of an object, or null.
+    const json_value *find(string_view name) const {
+        for (const json_value *key = begin(); kind == JSON_OBJECT && key != end(); key = key[1].next())
+            if (key->text() == name)
+                return key + 1;
+        return nullptr;
+    }
+};
+
+// Strings without escapes point into the text that was read.
+struct json_document {
+    vector<json_value> values;
+    vector<char> unescaped; // the other strings
+
+    json_document() = default;
+    json_document(json_document &&) = default;
+    const json_value &root() const { return values[0]; }
+};
+
+// The C locale, whatever the host program has set, for as long as it lives.
+struct plain_locale {
+    const locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
+    const locale_t saved = plain ? uselocale(plain) : locale_t(0);
+    ~plain_locale() {
+        if (plain)
+            uselocale(saved), freelocale(plain);
+    }
+};
+
+struct json_reader {
+    const string_view s;
+    const int code; // of errors
+    const string what;
+    size_t at = 0;
+    json_document doc;
+    uint32_t open[JSON_MAX_DEPTH]; // the arrays and objects that the reader is in
+    int depth = 0;
+
+    [[noreturn, gnu::format(printf, 3, 4)]] void bad(size_t where, const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        const string reason = vstrf(fmt, args);
+        va_end(args);
+        const string_view before = s.substr(0, where), line = before.substr(before.rfind('\n') + 1);
+        const auto column = std::count_if(line.begin(), line.end(), [](char c) { return (uint8_t(c) & 0xc0) != 0x80; });
+        fail(code, "%s: line %lld, column %lld: %s", what.c_str(),
+             1 + (long long)std::count(before.begin(), before.end(), '\n'), 1 + (long long)column, reason.c_str());
+    }
+    char now() const { return at < s.size() ? s[at] : 0; }
+    void blanks() {
+        while (now() == ' ' || now() == '\n' || now() == '\r' || now() == '\t')
+            at++;
+    }
+    [[noreturn]] void expected(const char *thing) const {
+        if (at == s.size())
+            bad(at, "expected %s, but the text ends", thing);
+        bad(at, "expected %s, found '%s'", thing, show(s.substr(at, 1)).c_str());
+    }
+    void need(char c, const char *thing) {
+        if (now() != c)
+            expected(thing);
+        at++;
+    }
+
+    // Room for all values and unescaped strings at once: growing would take twice the memory, and move the strings.
+    // Where this stops early the text is wrong, and reading it stops as well.
+    void reserve() {
+        size_t n_values = 1, n_bytes = 0;
+        int nesting = 0;
+        bool separated = false;
+        for (size_t i = 0; i < s.size() && nesting <= JSON_MAX_DEPTH; i++) {
+            const char c = s[i];
+            const bool separator = c == ',' || c == ':', opens = c == '[' || c == '{';
+            if (c == ' ' || c == '\n' || c == '\r' || c == '\t')
+                continue;
+            if (separator && separated)
+                break;
+            separated = separator;
+            n_values += separator || opens;
+            nesting += opens ? 1 : c == ']' || c == '}' ? -1 : 0;
+            if (c == '"') {
+                const size_t from = i;
+                bool escapes = false;
+                while (++i < s.size() && s[i] != '"')
+                    if (s[i] == '\\')
+                        escapes = true, i++;
+                n_bytes += escapes ? i - from : 0;
+            }
+        }
+        doc.values.reserve(n_values);
+        doc.unescaped.reserve(n_bytes);
+    }
+    // Four hexadecimal digits.
+    uint32_t hex(size_t from) const {
+        uint32_t v = 0;
+        for (size_t i = from; i < from + 4; i++) {
+            const char c = i < s.size() ? s[i] : 0, letter = char(c | 32);
+            if ((c < '0' || c > '9') && (letter < 'a' || letter > 'f'))
+                bad(from - 2, "\\u needs four hexadecimal digits");
+            v = v * 16 + uint32_t(c <= '9' ? c - '0' : letter - 'a' + 10);
+        }
+        return v;
+    }
+    // The escape at i, a backslash; returns where it ends.
+    size_t escape(size_t i) {
+        static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+        const char c = i + 1 < s.size() ? s[i + 1] : 0;
+        if (c != 'u') {
+            const char *known = c ? strchr(from, c) : nullptr;
+            if (!known)
+                bad(i, "unknown escape in a string");
+            doc.unescaped.push_back(to[known - from]);
+            return i + 2;
+        }
+        uint32_t u = hex(i + 2);
+        const bool pair = u >= 0xd800 && u < 0xdc00 && s.compare(std::min(i + 6, s.size()), 2, "\\u") == 0;
+        const uint32_t low = pair ? hex(i + 8) : 0;
+        if (u >= 0xd800 && u < 0xe000 && (low < 0xdc00 || low >= 0xe000))
+            bad(i, "\\u escape of half a surrogate pair");
+        if (pair)
+            u = 0x10000 + ((u - 0xd800) << 10) + (low - 0xdc00);
+        const int more = u < 0x80 ? 0 : u < 0x800 ? 1 : u < 0x10000 ? 2 : 3;
+        static const uint8_t lead[] = {0, 0xc0, 0xe0, 0xf0};
+        doc.unescaped.push_back(char(lead[more] | u >> 6 * more));
+        for (int k = more - 1; k >= 0; k--)
+            doc.unescaped.push_back(char(0x80 | (u >> 6 * k & 63)));
+        return i + (pair ? 12 : 6);
+    }
+    void string_value() {
+        const size_t begin = at + 1, kept = doc.unescaped.size();
+        size_t i = begin, from = begin; // from: what is not yet copied
+        bool escapes = false;
+        const auto copy = [&] { doc.unescaped.insert(doc.unescaped.end(), s.begin() + from, s.begin() + i); };
+        for (;;) {
+            const uint8_t c = i < s.size() ? uint8_t(s[i]) : 0;
+            if (i == s.size())
+                bad(at, "a string is not closed");
+            if (c < 0x20)
+                bad(i, "a control character in a string is not escaped");
+            if (c == '"')
+                break;
+            if (c == '\\') {
+                copy();
+                from = i = escape(i);
+                escapes = true;
+            } else if (c < 0x80) {
+                i++;
+            } else {
+                const utf8_char u = next_char(s.data() + i, s.data() + s.size());
+                if (!u.valid)
+                    bad(i, "the text is not valid UTF-8");
+                i += size_t(u.length);
+            }
+        }
+        if (escapes)
+            copy();
+        doc.values.push_back(json_value(escapes ? string_view(doc.unescaped.data() + kept, doc.unescaped.size() - kept)
+                                                : s.substr(begin, i - begin)));
+        at = i + 1;
+    }
+    void number() {
+        const size_t begin = at;
+        const auto digits = [&] {
+            if (now() < '0' || now() > '9')
+                expected("a digit");
+            while (now() >= '0' && now() <= '9')
+                at++;
+        };
+        bool whole = true;
+        at += now() == '-';
+        now() == '0' ? void(at++) : digits();
+        if (now() == '.')
+            whole = false, at++, digits();
+        if ((now() | 32) == 'e') {
+            whole = false, at++;
+            at += now() == '-' || now() == '+';
+            digits();
+        }
+        json_value v;
+        v.kind = JSON_INT;
+        if (!whole || std::from_chars(s.data() + begin, s.data() + at, v.i).ec != std::errc()) {
+            const plain_locale c;
+            v.kind = JSON_FLOAT;
+            v.f = strtod(string(s.substr(begin, at - begin)).c_str(), nullptr);
+            if (!std::isfinite(v.f))
+                bad(begin, "the number is too large");
+        }
+        doc.values.push_back(v);
+    }
+    // Whether it opened an array or object, whose content comes next.
+    bool value() {
+        static const struct {
+            string_view name;
+            json_kind kind;
+            int64_t i;
+        } words[] = {{"null", JSON_NULL, 0}, {"true", JSON_BOOL, 1}, {"false", JSON_BOOL, 0}};
+        const char c = now();
+        if (c == '[' || c == '{') {
+            if (depth == JSON_MAX_DEPTH)
+                bad(at, "nested more than %d deep", JSON_MAX_DEPTH);
+            open[depth++] = uint32_t(doc.values.size());
+            doc.values.push_back({c == '[' ? JSON_ARRAY : JSON_OBJECT, 0, 0});
+            at++;
+            return true;
+        }
+        if (c == '"')
+            return string_value(), false;
+        if (c == '-' || (c >= '0' && c <= '9'))
+            return number(), false;
+        for (const auto &w : words)
+            if (s.compare(at, w.name.size(), w.name) == 0) {
+                json_value v;
+                v.kind = w.kind, v.i = w.i;
+                doc.values.push_back(v);
+                at += w.name.size();
+                return false;
+            }
+        expected("a value");
+    }
+    // Sorting, not hashing: no choice of names makes it slow.
+    void check_keys(const json_value &object) const {
+        vector<uint32_t> keys;
+        keys.reserve(object.n);
+        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
+            keys.push_back(uint32_t(key - doc.values.data()));
+        const auto text = [&](uint32_t k) { return doc.values[k].text(); };
+        std::sort(keys.begin(), keys.end(), [&](uint32_t a, uint32_t b) { return text(a) < text(b); });
+        for (size_t i = 1; i < keys.size(); i++)
+            if (text(keys[i]) == text(keys[i - 1]))
+                bad(at, "the object that ends here has the key '%s' twice", show(text(keys[i])).c_str());
+    }
+    void close() {
+        json_value &v = doc.values[open[--depth]];
+        v.extent = doc.values.size() - open[depth];
+        if (v.kind == JSON_OBJECT && v.n > 1)
+            check_keys(v);
+        at++;
+    }
+    void run() {
+        if (s.size() > UINT32_MAX)
+            fail(code, "%s: %zu bytes of JSON are more than can be read", what.c_str(), s.size());
+        reserve();
+        for (bool first = true;;) { // first: nothing yet in the innermost array or object, or nothing at all
+            blanks();
+            if (depth) {
+                json_value &v = doc.values[open[depth - 1]];
+                const bool object = v.kind == JSON_OBJECT;
+                if (now() == (object ? '}' : ']')) {
+                    close();
+                    first = false;
+                    continue;
+                }
+                if (!first) {
+                    need(',', object ? "',' or '}'" : "',' or ']'");
+                    blanks();
+                }
+                v.n++;
+                if (object) {
+                    if (now() != '"')
+                        expected("a key in quotes");
+                    string_value();
+                    blanks();
+                    need(':', "':'");
+                    blanks();
+                }
+            } else if (!first)
+                break;
+            first = value();
+        }
+        if (at < s.size())
+            expected("the end of the text");
+    }
+};
+
+// `what` begins the message of an error, and `code` is its code. The result points into the text.
+static json_document parse_json(string_view text, int code, const string &what) {
+    json_reader r{text, code, what, 0, {}, {}, 0};
+    r.run();
+    return std::move(r.doc);
+}
+
 // ---------------------------------------------------------------------------------------------------
 // 4. VOCAB
 //
@@ -1365,33 +1703,6 @@ static const struct {
     {CH_WIDE, "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"},
     {CH_CASED, cased_letters_set},
 };
-
-struct utf8_char {
-    uint32_t code;
-    int length; // bytes; of what is no valid character: its maximal subpart, at least 1
-    bool valid;
-    bool cut; // the bytes end inside what may yet become a valid character
-};
-
-// The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
-static inline utf8_char next_char(const char *p, const char *end) {
-    const uint32_t b = uint8_t(*p);
-    if (b < 0x80)
-        return {b, 1, true, false};
-    const int more = b >= 0xc2 && b <= 0xdf ? 1 : b >= 0xe0 && b <= 0xef ? 2 : b >= 0xf0 && b <= 0xf4 ? 3 : 0;
-    uint32_t code = b & (0x3fu >> more);
-    uint32_t low = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, high = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
-    for (int i = 1; i <= more; i++) {
-        if (p + i == end)
-            return {0, i, false, true};
-        const uint32_t c = uint8_t(p[i]);
-        if (c < low || c > high)
-            return {0, i, false, false};
-        code = code << 6 | (c & 0x3f);
-        low = 0x80, high = 0xbf;
-    }
-    return {code, more + 1, more > 0, false};
-}
 
 // Passes on whole characters only. What can never become one turns into U+FFFD, one for each maximal subpart.
 struct utf8_gate {
@@ -2344,9 +2655,9 @@ struct tpl_text {
 };
 
 // clang-format off
-enum tpl_kind : uint8_t { TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_STRING, TPL_LIST, TPL_DICT,
+enum tpl_kind : uint8_t { TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_FLOAT, TPL_STRING, TPL_LIST, TPL_DICT,
                           TPL_NAMESPACE, TPL_LOOP, TPL_MACRO, TPL_FUNCTION };
-static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "string", "list", "dict",
+static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "float", "string", "list", "dict",
                                              "namespace", "loop", "macro", "function"};
 // clang-format on
 
@@ -2355,6 +2666,7 @@ struct tpl_value {
         tpl_text text;            // string: itself; undefined: what is missing, for the message
         vector<tpl_value> items;  // list: items; dict, namespace: key, value, key, value ...; loop: {sequence}
         int depth = 0;            // of lists in lists, so that recursion over values is bounded
+        bool parts = false;       // a message's content as a list, or one item of it
         uint64_t *live = nullptr; // the account that `charged` bytes go back to
         uint64_t charged = 0;
         ~heap() {
@@ -2363,7 +2675,7 @@ struct tpl_value {
         }
     };
     tpl_kind kind = TPL_UNDEFINED;
-    int64_t i = 0; // bool, int; loop: index; macro, function: which
+    int64_t i = 0; // bool, int; float: its bits; loop: index; macro, function: which
     std::shared_ptr<heap> h;
 
     const tpl_text &text() const { return h->text; }
@@ -2372,6 +2684,13 @@ struct tpl_value {
     bool is_string() const { return kind == TPL_STRING; }
     bool is_dict() const { return kind == TPL_DICT || kind == TPL_NAMESPACE; }
     bool is_int() const { return kind == TPL_INT || kind == TPL_BOOL; }
+    bool is_number() const { return is_int() || kind == TPL_FLOAT; }
+    double number() const {
+        double f = double(i);
+        if (kind == TPL_FLOAT)
+            memcpy(&f, &i, sizeof f);
+        return f;
+    }
     bool is_sequence() const { return is_string() || kind == TPL_LIST || kind == TPL_DICT || kind == TPL_UNDEFINED; }
     int64_t int_or(int64_t fallback) const { return is_int() ? i : fallback; }
     const char *kind_name() const { return tpl_kind_names[kind]; }
@@ -2387,7 +2706,6 @@ struct tpl_run {
     uint64_t max_live = 0, live = 0;   // bytes
     int depth = 0, line = 0;
     time_t now = 0;
-    bool as_parts = false;        // contents are lists of parts, see render_template()
     bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
 
@@ -2590,13 +2908,15 @@ static bool tpl_truth(const tpl_value &v) {
         return v.text().size() > 0;
     if (v.kind == TPL_LIST || v.kind == TPL_DICT)
         return !v.items().empty();
-    return v.is_int() ? v.i != 0 : v.kind > TPL_NONE;
+    return v.is_number() ? v.number() != 0 : v.kind > TPL_NONE;
 }
 
 static bool tpl_equal(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
     if (a.is_int() && b.is_int())
         return a.i == b.i;
+    if (a.is_number() && b.is_number())
+        return a.number() == b.number();
     if (a.kind != b.kind || a.kind == TPL_UNDEFINED)
         return a.kind == b.kind;
     if (a.is_string()) {
@@ -2622,6 +2942,8 @@ static int tpl_compare(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
     if (a.is_int() && b.is_int())
         return a.i < b.i ? -1 : a.i > b.i;
+    if (a.is_number() && b.is_number())
+        return a.number() < b.number() ? -1 : a.number() > b.number();
     r.need_defined(a), r.need_defined(b);
     if (!a.is_string() || !b.is_string())
         tpl_bad(r.line, "cannot order %s and %s", a.kind_name(), b.kind_name());
@@ -2681,6 +3003,20 @@ static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) 
     return std::any_of(seq.items().begin(), seq.items().end(), [&](auto &item) { return tpl_equal(r, item, what); });
 }
 
+// As Python writes it: the fewest digits that give the number again.
+static string tpl_float_text(double f) {
+    const plain_locale c;
+    char buf[40];
+    int digits = 0;
+    do
+        snprintf(buf, sizeof buf, "%.*e", digits++, f);
+    while (digits < 17 && strtod(buf, nullptr) != f);
+    const int exponent = f == 0 ? 0 : atoi(strchr(buf, 'e') + 1);
+    if (exponent >= -4 && exponent < 16)
+        snprintf(buf, sizeof buf, "%.*f", std::max(digits - 1 - exponent, 1), f);
+    return buf;
+}
+
 // Appends values as Python's repr() or as JSON. Text inside keeps its marks; punctuation counts as given.
 struct tpl_writer {
     tpl_run &r;
@@ -2724,12 +3060,14 @@ struct tpl_writer {
             return put(json ? v.i ? "true" : "false" : v.i ? "True" : "False");
         if (v.is_int())
             return put(std::to_string(v.i));
+        if (v.kind == TPL_FLOAT)
+            return put(tpl_float_text(v.number()));
         if (json && v.kind != TPL_LIST && v.kind != TPL_DICT)
             tpl_bad(r.line, "tojson: a value of kind %s cannot become JSON", v.kind_name());
         if (v.kind != TPL_LIST && v.kind != TPL_DICT)
             return put(v.kind == TPL_UNDEFINED ? "Undefined" : strf("<%s>", v.kind_name()));
-        if (r.as_parts) // the template does not know parts, and would print Python's notation of them
-            tpl_bad(r.line, "a %s is printed", v.kind_name());
+        if (v.h->parts && !json) // the template does not know parts, and would print Python's notation of them
+            tpl_bad(r.line, "a content in parts is printed");
         const bool dict = v.kind == TPL_DICT, lines = indent >= 0 && !v.items().empty();
         auto newline = [&](int depth) { put("\n" + string(size_t(depth) * size_t(indent), ' ')); };
         put(dict ? "{" : "[");
@@ -2756,7 +3094,7 @@ static tpl_value tpl_string(tpl_run &r, const tpl_value &v) {
     tpl_text out;
     if (v.kind != TPL_UNDEFINED)
         tpl_writer{r, out, false}.value(v, 0);
-    if (v.is_int() || v.kind == TPL_NONE)
+    if (v.is_number() || v.kind == TPL_NONE)
         std::fill(out.marks.begin(), out.marks.end(), TPL_OURS);
     return r.text(std::move(out));
 }
@@ -3010,6 +3348,8 @@ static tpl_value tpl_dict_view(tpl_run &r, const tpl_value &v, size_t what) {
 
 // int() of Python: undefined when v neither is nor spells a whole number.
 static tpl_value tpl_number(const tpl_value &v) {
+    if (v.kind == TPL_FLOAT)
+        return std::fabs(v.number()) < 9e18 ? tpl_int(int64_t(v.number())) : tpl_value();
     if (!v.is_string())
         return v.is_int() ? tpl_int(v.i) : tpl_value();
     const char *end = v.bytes().data() + v.text().size();
@@ -3050,10 +3390,8 @@ static tpl_value tpl_strftime(tpl_run &r, const string &format) {
     }
     tm t;
     char buf[512];
-    locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
-    size_t n = plain && localtime_r(&r.now, &t) ? strftime_l(buf, sizeof buf, format.c_str(), &t, plain) : 0;
-    if (plain)
-        freelocale(plain);
+    const plain_locale c;
+    const size_t n = localtime_r(&r.now, &t) ? strftime(buf, sizeof buf, format.c_str(), &t) : 0;
     if (!n && !format.empty())
         tpl_bad(r.line, "strftime_now: '%s' gives no text or more than %zu bytes", show(format).c_str(), sizeof buf);
     return r.text(string_view(buf, n));
@@ -3095,9 +3433,9 @@ static const tpl_builtin tpl_builtins[] = {
     TPL_TEST("string", "", a->is_string())
     TPL_TEST("mapping", "", a->kind == TPL_DICT)
     TPL_TEST("sequence iterable", "", a->is_sequence())
-    TPL_TEST("number", "", a->is_int())
+    TPL_TEST("number", "", a->is_number())
     TPL_TEST("integer", "", a->kind == TPL_INT)
-    TPL_TEST("float", "", false)
+    TPL_TEST("float", "", a->kind == TPL_FLOAT)
     TPL_TEST("boolean", "", a->kind == TPL_BOOL)
     TPL_TEST("true", "", a->kind == TPL_BOOL && a->i)
     TPL_TEST("false", "", a->kind == TPL_BOOL && !a->i)
@@ -3805,8 +4143,12 @@ struct tpl_interpreter {
 
 // ---- rendering --------------------------------------------------------------------------------------------------
 
-struct chat_message {
-    string role, content;
+// What a template is rendered with. The texts belong to the caller.
+struct chat_input {
+    const json_value *messages = nullptr; // an array of objects
+    vector<std::pair<string_view, const json_value *>> args;
+    bool add_generation_prompt = false;
+    string_view bos, eos;
 };
 
 struct chat_text {
@@ -3819,39 +4161,123 @@ struct template_limits {
     time_t now = 0;                                                  // for strftime_now; 0: the clock
 };
 
+// Messages of roles and contents as the JSON array that parse_json would make of them.
+static json_document messages_document(const engine_message *messages, size_t n) {
+    json_document d;
+    d.values.reserve(1 + 5 * n);
+    d.values.push_back({JSON_ARRAY, uint32_t(n), 1 + 5 * n});
+    for (size_t i = 0; i < n; i++) {
+        d.values.push_back({JSON_OBJECT, 2, 5});
+        for (string_view s : {string_view("role"), string_view(messages[i].role), string_view("content"),
+                              string_view(messages[i].content)})
+            d.values.push_back(json_value(s));
+    }
+    return d;
+}
+
+static tpl_value tpl_from_json(tpl_run &r, const json_value &v, char mark) {
+    r.work(1);
+    if (v.kind == JSON_STRING)
+        return r.text(v.text(), mark);
+    if (v.kind == JSON_NULL)
+        return tpl_none();
+    if (v.kind < JSON_STRING) // the bits of a float are in i too
+        return {v.kind == JSON_BOOL ? TPL_BOOL : v.kind == JSON_INT ? TPL_INT : TPL_FLOAT, v.i, nullptr};
+    const bool dict = v.kind == JSON_OBJECT;
+    vector<tpl_value> items;
+    const size_t n = size_t(v.n) * (dict ? 2 : 1);
+    r.room(n * sizeof(tpl_value));
+    items.reserve(n);
+    for (const json_value *item = v.begin(); item != v.end(); item = item->next())
+        items.push_back(tpl_from_json(r, *item, mark));
+    return r.make(dict ? TPL_DICT : TPL_LIST, {}, std::move(items));
+}
+
+// fn(text) for each text of a message's content, which is a string or a list of parts.
+template <class F> static void tpl_content_texts(const json_value &message, F &&fn) {
+    const json_value *content = message.find("content");
+    if (content && content->kind == JSON_STRING)
+        fn(content->text());
+    if (content && content->kind == JSON_ARRAY)
+        for (const json_value *part = content->begin(); part != content->end(); part = part->next())
+            if (const json_value *text = part->find("text"))
+                fn(text->text());
+}
+
+enum tpl_form { TPL_AS_GIVEN, TPL_AS_PARTS, TPL_AS_STRING };
+
+static tpl_value tpl_content(tpl_run &r, const json_value &v, tpl_form form) {
+    const auto is_text = [](const json_value &part) {
+        const json_value *type = part.find("type"), *text = part.find("text");
+        return type && type->text() == "text" && text && text->kind == JSON_STRING;
+    };
+    tpl_value content = tpl_from_json(r, v, TPL_CONTENT);
+    if (form == TPL_AS_PARTS && v.kind == JSON_STRING)
+        content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
+    if (content.kind != TPL_LIST)
+        return content;
+    tpl_text joined;
+    bool only_text = form == TPL_AS_STRING;
+    for (const json_value *part = v.begin(); only_text && part != v.end(); part = part->next())
+        if ((only_text = is_text(*part)))
+            r.put(joined, tpl_text(string(part->find("text")->text()), TPL_CONTENT));
+    if (only_text)
+        return r.text(std::move(joined));
+    content.h->parts = true;
+    for (const tpl_value &part : content.items())
+        if (part.is_dict())
+            part.h->parts = true;
+    return content;
+}
+
+static tpl_value tpl_message(tpl_run &r, const json_value &v, tpl_form form) {
+    vector<tpl_value> items;
+    for (const json_value *key = v.begin(); key != v.end(); key = key[1].next()) {
+        items.push_back(r.text(key->text(), TPL_GIVEN));
+        items.push_back(key->text() == "content" ? tpl_content(r, key[1], form) : tpl_from_json(r, key[1], TPL_GIVEN));
+    }
+    return r.make(TPL_DICT, {}, std::move(items));
+}
+
 // The interpreter before it starts: budget and variables.
-static void tpl_prepare(tpl_interpreter &in, const vector<chat_message> &messages, bool add_generation_prompt,
-                        string_view bos, string_view eos, const template_limits &limits) {
-    uint64_t bytes = 0;
-    for (const chat_message &m : messages)
-        bytes += m.role.size() + m.content.size();
+static void tpl_prepare(tpl_interpreter &in, const chat_input &chat, tpl_form form, const template_limits &limits) {
+    uint64_t bytes = 0; // of texts: what is no longer than a name is part of the messages' structure
+    const auto count = [&bytes](const json_value &all) {
+        for (const json_value *v = &all; v != all.next(); v++)
+            bytes += v->text().size() < 16 ? 0 : v->text().size();
+    };
+    count(*chat.messages);
+    for (const auto &arg : chat.args)
+        count(*arg.second);
     tpl_run &r = in.r;
-    r.max_steps = limits.max_steps + 1000 * messages.size() + bytes;
-    r.max_live = limits.max_memory + 4096 * messages.size() + 16 * bytes;
+    r.max_steps = limits.max_steps + 1000 * chat.messages->n + bytes;
+    r.max_live = limits.max_memory + 4096 * chat.messages->n + 16 * bytes;
     r.now = limits.now ? limits.now : time(nullptr);
     vector<tpl_value> list;
-    for (const chat_message &m : messages) {
-        tpl_value content = r.text(m.content, TPL_CONTENT);
-        if (r.as_parts)
-            content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
-        list.push_back(r.make(TPL_DICT, {}, {r.text("role"), r.text(m.role, TPL_GIVEN), r.text("content"), content}));
-    }
+    for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
+        list.push_back(tpl_message(r, *m, form));
     in.set("messages", r.list(std::move(list)));
     in.set("tools", tpl_none()); // as Hugging Face does: templates ask "is not none"
     in.set("documents", tpl_none());
-    in.set("add_generation_prompt", tpl_bool(add_generation_prompt));
-    in.set("bos_token", r.text(bos));
-    in.set("eos_token", r.text(eos));
+    in.set("add_generation_prompt", tpl_bool(chat.add_generation_prompt));
+    in.set("bos_token", r.text(chat.bos));
+    in.set("eos_token", r.text(chat.eos));
     for (int64_t i = 0; tpl_builtins[i].names; i++)
         if (tpl_builtins[i].roles & TPL_AS_FUNCTION)
             in.set(tpl_builtins[i].names, {TPL_FUNCTION, i, nullptr});
+    // Tools and documents may come from strangers, so special tokens in them are text; a variable such as bos_token is
+    // there to be one.
+    for (const auto &arg : chat.args) {
+        const bool token = arg.first.size() > 6 && arg.first.substr(arg.first.size() - 6) == "_token";
+        in.set(arg.first, tpl_from_json(r, *arg.second, token ? TPL_OURS : TPL_GIVEN));
+    }
 }
 
-// Contents are strings. Some templates expect a list of {type: "text", text: ...} instead: they fail on a string, or
-// print nothing of it. Then the list is tried, and used when it brings the content out. But what the template refuses
-// with raise_exception stays refused: the other form must not get past it.
-static chat_text render_template(string_view source, const vector<chat_message> &messages, bool add_generation_prompt,
-                                 string_view bos, string_view eos, const template_limits &limits = {}) {
+// Contents are what they are given as, mostly strings. Some templates expect a list of {type: "text", text: ...}
+// instead: they fail on a string, or print nothing of it; others know strings only. Then the other form is tried, and
+// used when it brings the content out. But what the template refuses with raise_exception stays refused: the other form
+// must not get past it.
+static chat_text render_template(string_view source, const chat_input &chat, const template_limits &limits = {}) {
     tpl_lexer lexer;
     const string text = tpl_source(source); // the tokens point into it
     lexer.src = text;
@@ -3861,13 +4287,12 @@ static chat_text render_template(string_view source, const vector<chat_message> 
         Error error{0, ""};
         bool refused = false, shows_content = false;
     };
-    auto render = [&](bool as_parts) {
+    auto render = [&](tpl_form form) {
         outcome o;
         tpl_interpreter in(lexer.out);
-        in.r.as_parts = as_parts;
         in.out = &o.out;
         try {
-            tpl_prepare(in, messages, add_generation_prompt, bos, eos, limits);
+            tpl_prepare(in, chat, form, limits);
             in.block({TPL_WORD, 1, "template", {}}, "");
             o.shows_content = o.out.marks.find(TPL_CONTENT) != string::npos;
         } catch (Error &e) {
@@ -3877,17 +4302,22 @@ static chat_text render_template(string_view source, const vector<chat_message> 
         return o;
     };
     auto content_beside = [&](const char *blanks) {
-        return std::any_of(messages.begin(), messages.end(),
-                           [&](const chat_message &m) { return m.content.find_first_not_of(blanks) != string::npos; });
+        bool found = false;
+        for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
+            tpl_content_texts(*m, [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
+        return found;
     };
-    outcome o = render(false);
+    outcome o = render(TPL_AS_GIVEN);
     const bool failed = o.error.code != 0;
-    if (!o.refused && (failed || (!o.shows_content && content_beside("")))) {
-        outcome parts = render(true);
-        // A template that trims blank contents away does not miss them.
-        if (parts.shows_content || (parts.refused && (failed || content_beside(" \t\r\n"))))
-            o = std::move(parts);
-    }
+    if (!o.refused && (failed || (!o.shows_content && content_beside(""))))
+        for (tpl_form form : {TPL_AS_PARTS, TPL_AS_STRING}) {
+            outcome other = render(form);
+            // A template that trims blank contents away does not miss them.
+            if (other.shows_content || (other.refused && (failed || content_beside(" \t\r\n")))) {
+                o = std::move(other);
+                break;
+            }
+        }
     if (o.error.code)
         throw std::move(o.error);
     return {std::move(o.out.bytes), std::move(o.out.marks)};
@@ -8522,6 +8952,8 @@ struct text_gate {
     // Returns false when generation must end: a stop string was met, or the callback asked for it.
     bool push(string_view bytes) { return settle_text(utf8.push(bytes), false); }
     bool finish() { return stop || settle_text(utf8.finish(), true); }
+    // Something else follows, so that no character can go on.
+    bool end_character() { return settle_text(utf8.finish(), false); }
 
   private:
     bool emit(size_t n) {
@@ -8550,9 +8982,140 @@ struct text_gate {
     }
 };
 
+// What models put around their reasoning.
+struct reasoning_marks {
+    string_view open, close;
+};
+static const reasoning_marks reasoning_table[] = {
+    {"<think>", "</think>"}, // DeepSeek, Qwen, GLM and most others
+    {"[THINK]", "[/THINK]"}, // Mistral
+    {"<seed:think>", "</seed:think>"},
+    {"<|START_THINKING|>", "<|END_THINKING|>"},  // Cohere
+    {"<|channel>thought", "<channel|>"},         // Gemma 4
+    {"<|inner_prefix|>", "<|inner_suffix|>"},    // Apertus
+    {"\u25c1think\u25b7", "\u25c1/think\u25b7"}, // Kimi
+    {"<thought>", "</thought>"},                 // EXAONE Deep
+    {"<reasoning>", "</reasoning>"},             // Reka
+};
+
+// Those of a model, or null: the first pair in its chat template, else the first whose marks are both tokens.
+static const reasoning_marks *find_marks(const engine_model &m) {
+    const meta_value *v = m.file.meta("tokenizer.chat_template");
+    const bool text = v && meta_types[v->type].kind == KIND_STRING;
+    const string_view source = text ? m.file.get_string(v->key, "") : string_view();
+    const auto in_template = [&](string_view mark) { return source.find(mark) != string_view::npos; };
+    const auto is_token = [&](string_view mark) {
+        const int32_t id = match_special(m.voc, mark, 0, true, nullptr);
+        return find_piece(m.voc, mark) >= 0 || (id >= 0 && m.voc.text[size_t(id)] == mark);
+    };
+    for (const reasoning_marks &r : reasoning_table)
+        if (in_template(r.open) && in_template(r.close))
+            return &r;
+    for (const reasoning_marks &r : reasoning_table)
+        if (is_token(r.open) && is_token(r.close))
+            return &r;
+    return nullptr;
+}
+
+static bool is_newline(char c) { return c == '\n' || c == '\r'; }
+
+// Divides what a model writes into reasoning and answer. The marks are looked for in the bytes of all tokens, so it
+// does not matter whether they are control tokens, whose bytes nobody gets to see, or how they are spelled. A closing
+// mark without an opening one is part of the answer.
+struct reasoning_gate {
+    text_gate &answer;
+    const engine_text_fn fn; // null: no reasoning is wanted, all is answer
+    void *user;
+    const reasoning_marks *marks = nullptr;
+    bool inside = false;
+    bool skip = false;   // newlines: a mark has just been
+    string held, hidden; // what may still belong to a mark; hidden[i] != 0: byte i is a control token's
+    utf8_gate utf8;
+
+    // What the tail of the timeline has opened: a mark behind the last control token that is none itself, since turns
+    // are made of these.
+    void start(const engine_session &s) {
+        const vocab &v = s.model.voc;
+        marks = fn ? find_marks(s.model) : nullptr;
+        const auto of_mark = [&](string_view t) {
+            return marks && (marks->open.find(t) != string::npos || marks->close.find(t) != string::npos);
+        };
+        size_t from = s.tokens.size();
+        while (marks && from > 0 && s.tokens.size() - from < MAX_TAIL &&
+               (!is_hidden(v, s.tokens[from - 1]) || of_mark(token_bytes(v, s.tokens[from - 1], true))))
+            from--;
+        if (!marks || s.tokens.size() - from == MAX_TAIL)
+            return;
+        string tail;
+        for (size_t i = from; i < s.tokens.size(); i++)
+            tail += token_bytes(v, s.tokens[i], true);
+        const size_t open = tail.rfind(marks->open), close = tail.rfind(marks->close);
+        inside = open != string::npos && (close == string::npos || close < open);
+        const size_t last = inside ? open + marks->open.size() : close + marks->close.size();
+        skip = (inside || close != string::npos) &&
+               std::all_of(tail.begin() + std::ptrdiff_t(last), tail.end(), is_newline);
+    }
+    static bool is_hidden(const vocab &v, int32_t id) {
+        return token_bytes(v, id, false).size() != token_bytes(v, id, true).size();
+    }
+    // As text_gate::push.
+    bool push(const vocab &v, int32_t id) {
+        if (!marks)
+            return answer.push(token_bytes(v, id, false));
+        const string_view bytes = token_bytes(v, id, true);
+        held += bytes;
+        hidden.append(bytes.size(), char(is_hidden(v, id)));
+        for (;;) {
+            const string_view mark = inside ? marks->close : marks->open;
+            const size_t found = held.find(mark);
+            if (found == string::npos)
+                return give(held.size() - pending(mark));
+            if (!give(found - newlines_before(found)))
+                return false;
+            const size_t behind = held.find(mark) + mark.size();
+            held.erase(0, behind), hidden.erase(0, behind);
+            if (!(inside ? emit(utf8.finish()) : answer.end_character()))
+                return false;
+            inside = !inside;
+            skip = true;
+        }
+    }
+    bool finish() { return answer.stop || (give(held.size()) && emit(utf8.finish()) && answer.finish()); }
+
+  private:
+    enum { MAX_TAIL = 1 << 16, MAX_NEWLINES = 64 };
+    // How many newlines of the reasoning end at n.
+    size_t newlines_before(size_t n) const {
+        size_t k = 0;
+        while (inside && k < n && k < MAX_NEWLINES && is_newline(held[n - 1 - k]))
+            k++;
+        return k;
+    }
+    // Of the end of `held`: what may be the beginning of the mark and newlines before it.
+    size_t pending(string_view mark) const {
+        size_t n = std::min(mark.size() - 1, held.size());
+        while (held.compare(held.size() - n, n, mark.substr(0, n)) != 0)
+            n--;
+        return n + newlines_before(held.size() - n);
+    }
+    bool emit(string_view text) { return text.empty() || fn(user, text.data(), text.size()) == 0; }
+    bool give(size_t n) {
+        string text;
+        for (size_t i = 0; i < n; i++) {
+            skip = skip && (is_newline(held[i]) || hidden[i]);
+            if (!skip && !hidden[i])
+                text += held[i];
+        }
+        held.erase(0, n), hidden.erase(0, n);
+        return inside ? emit(utf8.push(text)) : text.empty() || answer.push(text);
+    }
+};
+
 static int generate(engine_session &s, const engine_generate_options &opt, engine_text_fn fn, void *user,
                     engine_result &result) {
-    text_gate out{opt, fn, user, {}, {}, nullptr};
+    text_gate answer{opt, fn, user, {}, {}, nullptr};
+    reasoning_gate out{answer, opt.on_reasoning, user, nullptr, false, false, {}, {}, {}};
+    out.start(s);
     result.reason = -1;
     double since = 0; // when the step before was done: sampling and the callback count as the time between two tokens
     while (result.reason < 0) {
@@ -8568,18 +9131,21 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
             break;
         }
         const int32_t id = sample(s.logits, *opt.sampling, s.model.voc, s.tokens, s.room);
+        const bool reasoning = out.inside;
         s.tokens.push_back(id);
         result.n_tokens++;
         if (is_end(s.model.voc, id) && !opt.ignore_end)
             result.reason = ENGINE_STOP_END;
-        else if (!out.push(token_bytes(s.model.voc, id, false)))
-            result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+        else if (!out.push(s.model.voc, id))
+            result.reason = answer.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
         else if (result.n_tokens == opt.max_tokens)
             result.reason = ENGINE_STOP_LENGTH;
+        result.n_reasoning += reasoning || out.inside;
     }
     if (result.reason != ENGINE_STOP_CALLBACK && !out.finish())
-        result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
-    result.stop = out.stop;
+        result.reason = answer.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+    result.stop = answer.stop;
+    keep_position(s);
     return ENGINE_OK;
 }
 
@@ -8752,6 +9318,52 @@ struct computing {
     computing(const computing &) = delete;
 };
 
+// The conversation, in whichever form it is given.
+static json_document check_messages(const engine_message *messages, size_t n, const char *json) {
+    if (!json) {
+        if (n)
+            check_pointer("messages", messages);
+        check_range("n", int64_t(std::min<size_t>(n, INT_MAX)), 0, INT_MAX / 8);
+        for (size_t i = 0; i < n; i++) {
+            check_pointer("a message's role", messages[i].role);
+            check_pointer("a message's content", messages[i].content);
+            for (const char *s : {messages[i].role, messages[i].content})
+                if (strlen(s) > INT_MAX)
+                    fail(ENGINE_EINVAL, "messages[%zu] is longer than %d bytes", i, INT_MAX);
+        }
+        return messages_document(messages, n);
+    }
+    if (messages || n)
+        fail(ENGINE_EINVAL, "messages and messages_json are both given");
+    json_document d = parse_json(json, ENGINE_EINVAL, "messages_json");
+    if (d.root().kind != JSON_ARRAY)
+        fail(ENGINE_EINVAL, "messages_json is %s, expected an array of objects", json_kind_names[d.root().kind]);
+    size_t i = 0;
+    for (const json_value *v = d.root().begin(); v != d.root().end(); v = v->next(), i++)
+        if (v->kind != JSON_OBJECT)
+            fail(ENGINE_EINVAL, "messages_json[%zu] is %s, expected an object", i, json_kind_names[v->kind]);
+    return d;
+}
+
+static vector<json_document> check_template_args(const engine_chat_options &opt) {
+    vector<json_document> values;
+    if (opt.n_args)
+        check_pointer("args", opt.args);
+    for (size_t i = 0; i < opt.n_args; i++) {
+        check_pointer("an argument's name", opt.args[i].name);
+        const string_view name = opt.args[i].name;
+        const string shown = "template argument " + show(name);
+        if (name.empty() || (name[0] >= '0' && name[0] <= '9') ||
+            !std::all_of(name.begin(), name.end(), tpl_lexer::is_word))
+            fail(ENGINE_EINVAL, "%s: a template cannot have a variable of this name", shown.c_str());
+        if (name == "messages")
+            fail(ENGINE_EINVAL, "%s: the conversation cannot be replaced", shown.c_str());
+        check_pointer((shown + ": its value").c_str(), opt.args[i].json);
+        values.push_back(parse_json(opt.args[i].json, ENGINE_EINVAL, shown));
+    }
+    return values;
+}
+
 } // namespace
 
 void engine_set_log(engine_log_fn fn, void *user) {
@@ -8893,27 +9505,28 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
     return guarded(err, [&] {
         const auto opt = options(given, "engine_chat_options");
         check_pointer("model", model);
-        if (n)
-            check_pointer("messages", messages);
         const engine_model &m = *model;
-        if (!m.file.meta("tokenizer.chat_template"))
+        const string path = show_path(m.file.path);
+        if (!opt.template_text && !m.file.meta("tokenizer.chat_template"))
             fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text",
-                 show_path(m.file.path).c_str());
-        vector<chat_message> list;
-        for (size_t i = 0; i < n; i++) {
-            check_pointer("a message's role", messages[i].role);
-            check_pointer("a message's content", messages[i].content);
-            list.push_back({messages[i].role, messages[i].content});
-        }
+                 path.c_str());
+        const json_document conversation = check_messages(messages, n, opt.messages_json);
+        const vector<json_document> args = check_template_args(opt);
+        chat_input in;
+        in.messages = &conversation.root();
+        for (size_t i = 0; i < args.size(); i++)
+            in.args.emplace_back(opt.args[i].name, &args[i].root());
+        in.add_generation_prompt = !opt.no_generation_prompt;
+        in.bos = piece_text(m.voc, m.voc.bos), in.eos = piece_text(m.voc, m.voc.eos);
         chat_text chat;
         try {
-            chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, !opt.no_generation_prompt,
-                                   piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+            chat = render_template(
+                opt.template_text ? opt.template_text : m.file.get_string("tokenizer.chat_template", ""), in);
+            if (chat.text.empty())
+                fail(ENGINE_ETEMPLATE, "template rendered nothing");
         } catch (const Error &e) {
-            fail(e.code, "%s: %s", show_path(m.file.path).c_str(), e.msg.c_str());
+            fail(e.code, "%s %s", opt.template_text ? "the given" : (path + ":").c_str(), e.msg.c_str());
         }
-        if (chat.text.empty())
-            fail(ENGINE_ETEMPLATE, "%s: tokenizer.chat_template: rendered nothing", show_path(m.file.path).c_str());
         vector<int32_t> all;
         tokenize(m.voc, chat.text, true, reinterpret_cast<const uint8_t *>(chat.literal.data()), all);
         return give_tokens(all, ids, cap);

@@ -363,6 +363,7 @@ typedef struct engine_result {
     int reason;       /* ENGINE_STOP_* */
     int n_tokens;     /* sampled, the end token included */
     const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer; else NULL */
+    int n_reasoning;  /* of n_tokens, those of the reasoning and its marks; 0 without on_reasoning */
 } engine_result;
 
 /* Samples, appends and evaluates tokens until a reason to stop. The last token of an answer, an end token included, is
