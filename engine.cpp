@@ -7444,7 +7444,7 @@ struct engine_model {
     vector<float> rows;                         // [OUT_ROWS, n_vocab], where rows of logits are handed out
     std::mutex mutex;                           // held while the backend computes, and for what follows
     vector<std::unique_ptr<page_store>> stores; // one for each type of cache rows in use
-    int n_session = 0;
+    std::atomic<int> n_session{0};
 
     engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
         : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
@@ -9596,10 +9596,8 @@ int engine_session_new(engine_session **out, engine_model *model, const engine_s
 void engine_session_free(engine_session *session) {
     if (!session)
         return;
-    engine_model &m = session->model;
+    session->model.n_session--;
     delete session;
-    std::lock_guard<std::mutex> lock(m.mutex);
-    m.n_session--;
 }
 
 int engine_session_ctx(const engine_session *session) { return session ? session->n_ctx : ENGINE_EINVAL; }
