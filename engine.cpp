@@ -1442,14 +1442,23 @@ struct json_reader {
             }
         expected("a value");
     }
-    // Sorting, not hashing: no choice of names makes it slow.
+    // Sorting, not hashing: no choice of names makes it slow. Most keys differ in their first bytes.
     void check_keys(const json_value &object) const {
-        vector<uint32_t> keys;
+        struct key_start {
+            uint64_t bytes;
+            uint32_t at;
+        };
+        const auto text = [this](const key_start &k) { return doc.values[k.at].text(); };
+        vector<key_start> keys;
         keys.reserve(object.n);
-        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
-            keys.push_back(uint32_t(key - doc.values.data()));
-        const auto text = [&](uint32_t k) { return doc.values[k].text(); };
-        std::sort(keys.begin(), keys.end(), [&](uint32_t a, uint32_t b) { return text(a) < text(b); });
+        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next()) {
+            uint64_t bytes = 0;
+            memcpy(&bytes, key->chars, std::min<size_t>(key->n, 8));
+            keys.push_back({bytes, uint32_t(key - doc.values.data())});
+        }
+        std::sort(keys.begin(), keys.end(), [&](const key_start &a, const key_start &b) {
+            return a.bytes != b.bytes ? a.bytes < b.bytes : text(a) < text(b);
+        });
         for (size_t i = 1; i < keys.size(); i++)
             if (text(keys[i]) == text(keys[i - 1]))
                 bad(at, "the object that ends here has the key '%s' twice", show(text(keys[i])).c_str());
@@ -2598,7 +2607,7 @@ static tpl_value tpl_int(int64_t i) { return {TPL_INT, i, nullptr}; }
 struct tpl_run {
     uint64_t max_steps = 0, steps = 0; // see TPL_MAX_STEPS
     uint64_t max_live = 0, live = 0;   // bytes
-    int depth = 0, line = 0;
+    int depth = 0, line = 1;
     time_t now = 0;
     bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
