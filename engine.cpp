@@ -1548,14 +1548,23 @@ struct json_reader {
             }
         expected("a value");
     }
-    // Sorting, not hashing: no choice of names makes it slow.
+    // Sorting, not hashing: no choice of names makes it slow. Most keys differ in their first bytes.
     void check_keys(const json_value &object) const {
-        vector<uint32_t> keys;
+        struct key_start {
+            uint64_t bytes;
+            uint32_t at;
+        };
+        const auto text = [this](const key_start &k) { return doc.values[k.at].text(); };
+        vector<key_start> keys;
         keys.reserve(object.n);
-        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
-            keys.push_back(uint32_t(key - doc.values.data()));
-        const auto text = [&](uint32_t k) { return doc.values[k].text(); };
-        std::sort(keys.begin(), keys.end(), [&](uint32_t a, uint32_t b) { return text(a) < text(b); });
+        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next()) {
+            uint64_t bytes = 0;
+            memcpy(&bytes, key->chars, std::min<size_t>(key->n, 8));
+            keys.push_back({bytes, uint32_t(key - doc.values.data())});
+        }
+        std::sort(keys.begin(), keys.end(), [&](const key_start &a, const key_start &b) {
+            return a.bytes != b.bytes ? a.bytes < b.bytes : text(a) < text(b);
+        });
         for (size_t i = 1; i < keys.size(); i++)
             if (text(keys[i]) == text(keys[i - 1]))
                 bad(at, "the object that ends here has the key '%s' twice", show(text(keys[i])).c_str());
@@ -2704,7 +2713,7 @@ static tpl_value tpl_int(int64_t i) { return {TPL_INT, i, nullptr}; }
 struct tpl_run {
     uint64_t max_steps = 0, steps = 0; // see TPL_MAX_STEPS
     uint64_t max_live = 0, live = 0;   // bytes
-    int depth = 0, line = 0;
+    int depth = 0, line = 1;
     time_t now = 0;
     bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
@@ -2785,7 +2794,7 @@ static bool tpl_has_word(string_view list, string_view word) {
 // ---- text: UTF-8 characters, white space, case, search -----------------------------------------------------------
 
 static size_t tpl_char_bytes(string_view s, size_t at) {
-    return uint8_t(s[at]) < 0x80 ? 1 : size_t(next_char(s.data() + at, s.data() + s.size()).length);
+    return size_t(next_char(s.data() + at, s.data() + s.size()).length);
 }
 
 // The bytes before character n.
@@ -2795,21 +2804,12 @@ static size_t tpl_offset(string_view s, int64_t n) {
         at += tpl_char_bytes(s, at);
     return at;
 }
-static int64_t tpl_length(string_view s) {
-    int64_t n = 0;
-    for (size_t at = 0; at < s.size(); at += tpl_char_bytes(s, at))
-        n++;
-    return n;
-}
 
 // Python's str.isspace().
 static bool tpl_space(string_view c) {
-    static const string_view wide[] = {"\xc2\x85 \xc2\xa0",
-                                       "\u1680 \u2000 \u2001 \u2002 \u2003 \u2004 \u2005 \u2006 \u2007 \u2008 \u2009 "
-                                       "\u200a \u2028 \u2029 \u202f \u205f \u3000"};
-    if (c.size() == 1)
-        return (c[0] >= 9 && c[0] <= 13) || (c[0] >= 0x1c && c[0] <= 0x20);
-    return c.size() < 4 && tpl_has_word(wide[c.size() - 2], c);
+    int length;
+    const bool white = bits_at(char_table(), c.data(), c.data() + c.size(), length) & CH_SPACE;
+    return white || (c[0] >= 0x1c && c[0] <= 0x1f);
 }
 
 // Only ASCII letters have a case here, which keeps texts and marks equally long.
@@ -2988,7 +2988,10 @@ static int64_t tpl_count(tpl_run &r, const tpl_value &v) {
     if (!v.is_string())
         return int64_t(tpl_sequence(r, v).items().size());
     r.work(v.text().size() / 16);
-    return tpl_length(v.bytes());
+    int64_t n = 0;
+    for (size_t at = 0; at < v.text().size(); at += tpl_char_bytes(v.bytes(), at))
+        n++;
+    return n;
 }
 
 static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) {
@@ -3113,10 +3116,9 @@ static tpl_value tpl_attribute(tpl_run &r, const tpl_value &v, const tpl_value &
         const vector<tpl_value> &seq = v.items()[0].items();
         const int64_t n = int64_t(seq.size()), i = v.i;
         const std::pair<const char *, tpl_value> facts[] = {
-            {"index", tpl_int(i + 1)},    {"index0", tpl_int(i)},
-            {"first", tpl_bool(i == 0)},  {"last", tpl_bool(i == n - 1)},
-            {"revindex", tpl_int(n - i)}, {"revindex0", tpl_int(n - i - 1)},
-            {"length", tpl_int(n)},       {"", tpl_none()},
+            {"index", tpl_int(i + 1)},      {"index0", tpl_int(i)},       {"first", tpl_bool(i == 0)},
+            {"last", tpl_bool(i == n - 1)}, {"revindex", tpl_int(n - i)}, {"revindex0", tpl_int(n - i - 1)},
+            {"length", tpl_int(n)},
         };
         for (const auto &fact : facts)
             if (key.bytes() == fact.first)
@@ -3776,12 +3778,14 @@ struct tpl_interpreter {
         return comma;
     }
     // What f() gives when `wanted`; else it only reads.
-    template <class F> tpl_value only(bool wanted, F &&f) {
-        const bool saved = on;
+    template <class F> auto only(bool wanted, F &&f) {
+        struct restore {
+            bool &on;
+            const bool saved;
+            ~restore() { on = saved; }
+        } back{on, on};
         on = on && wanted;
-        tpl_value v = f();
-        on = saved;
-        return v;
+        return f();
     }
 
     tpl_value primary() {
@@ -3965,16 +3969,13 @@ struct tpl_interpreter {
     }
     void run_if(const tpl_token &tag) {
         bool done = false;
-        auto branch = [&](bool yes, const char *ends) {
-            only(yes, [&] { return block(tag, ends), tpl_none(); });
-            done |= yes;
-        };
         do {
             const bool yes = tpl_truth(only(!done, [&] { return expression(); })) && !done;
-            branch(yes, "elif else endif");
+            only(yes, [&] { block(tag, "elif else endif"); });
+            done |= yes;
         } while (ended == "elif");
         if (ended == "else")
-            branch(!done, "endif");
+            only(!done, [&] { block(tag, "endif"); });
     }
     void run_for(const tpl_token &tag) {
         const vector<string_view> names = targets();
@@ -4012,9 +4013,9 @@ struct tpl_interpreter {
         const bool empty = seq.items().empty();
         at = empty ? body : at;
         if (empty)
-            only(false, [&] { return block(tag, "else endfor"), tpl_none(); });
+            only(false, [&] { block(tag, "else endfor"); });
         if (ended == "else")
-            only(empty, [&] { return block(tag, "endfor"), tpl_none(); });
+            only(empty, [&] { block(tag, "endfor"); });
     }
     void run_set(const tpl_token &tag) {
         const vector<string_view> names = targets();
@@ -4052,7 +4053,7 @@ struct tpl_interpreter {
                 if (take("="))
                     expression();
             });
-            return block(tag, "endmacro"), tpl_none();
+            block(tag, "endmacro");
         });
     }
     // A macro sees its parameters and the variables outside all loops.
@@ -4193,35 +4194,30 @@ static tpl_value tpl_from_json(tpl_run &r, const json_value &v, char mark) {
     return r.make(dict ? TPL_DICT : TPL_LIST, {}, std::move(items));
 }
 
-// fn(text) for each text of a message's content, which is a string or a list of parts.
-template <class F> static void tpl_content_texts(const json_value &message, F &&fn) {
-    const json_value *content = message.find("content");
+// fn(text) for each text in a content, which is a string or a list of parts. False when it has other parts too.
+template <class F> static bool tpl_content_texts(const json_value *content, F &&fn) {
+    bool only_texts = true;
     if (content && content->kind == JSON_STRING)
         fn(content->text());
     if (content && content->kind == JSON_ARRAY)
-        for (const json_value *part = content->begin(); part != content->end(); part = part->next())
-            if (const json_value *text = part->find("text"))
-                fn(text->text());
+        for (const json_value *part = content->begin(); part != content->end(); part = part->next()) {
+            const json_value *text = part->find("text");
+            text && text->kind == JSON_STRING ? fn(text->text()) : void(only_texts = false);
+        }
+    return only_texts;
 }
 
 enum tpl_form { TPL_AS_GIVEN, TPL_AS_PARTS, TPL_AS_STRING };
 
 static tpl_value tpl_content(tpl_run &r, const json_value &v, tpl_form form) {
-    const auto is_text = [](const json_value &part) {
-        const json_value *type = part.find("type"), *text = part.find("text");
-        return type && type->text() == "text" && text && text->kind == JSON_STRING;
-    };
     tpl_value content = tpl_from_json(r, v, TPL_CONTENT);
     if (form == TPL_AS_PARTS && v.kind == JSON_STRING)
         content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
     if (content.kind != TPL_LIST)
         return content;
     tpl_text joined;
-    bool only_text = form == TPL_AS_STRING;
-    for (const json_value *part = v.begin(); only_text && part != v.end(); part = part->next())
-        if ((only_text = is_text(*part)))
-            r.put(joined, tpl_text(string(part->find("text")->text()), TPL_CONTENT));
-    if (only_text)
+    const auto join = [&](string_view t) { r.put(joined, tpl_text(string(t), TPL_CONTENT)); };
+    if (form == TPL_AS_STRING && tpl_content_texts(&v, join))
         return r.text(std::move(joined));
     content.h->parts = true;
     for (const tpl_value &part : content.items())
@@ -4304,7 +4300,8 @@ static chat_text render_template(string_view source, const chat_input &chat, con
     auto content_beside = [&](const char *blanks) {
         bool found = false;
         for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
-            tpl_content_texts(*m, [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
+            tpl_content_texts(m->find("content"),
+                              [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
         return found;
     };
     outcome o = render(TPL_AS_GIVEN);
