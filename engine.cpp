@@ -8658,75 +8658,73 @@ static void clear_rows(const page_layout &l, uint8_t *bytes, int32_t rows) {
             }
 }
 
-static void save(engine_session &s, const char *path) {
-    page_store &store = s.cache.store;
-    vector<saved_page> pages[N_KINDS];
-    session_head head = {};
-    string bytes;
+// The head of the file, and the pages that follow it, by kind. Called under the store's mutex.
+static string session_bytes(const engine_session &s, vector<saved_page> *pages) {
+    const page_store &store = s.cache.store;
     const auto rows_of = [](int64_t n, int64_t page) {
         return int32_t(std::min<int64_t>(PAGE_TOKENS, n - page * PAGE_TOKENS));
     };
+    const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
+    for (size_t i = 0; i < all.size(); i++)
+        pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+    vector<saved_page> tail, &kept = pages[SEES_WINDOW];
+    for (size_t i = 0; i < window.size(); i++)
+        if (window[i] >= 0)
+            tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+    for (const checkpoint &c : s.cache.checkpoints) // pages that only checkpoints have
+        for (size_t i = 0; i < c.pages.size(); i++) {
+            const int64_t index = c.first + int64_t(i);
+            const saved_page p = {c.pages[i], rows_of(c.pos, index), index};
+            const auto same = [&](const saved_page &o) { return o.id == p.id; };
+            if (std::any_of(tail.begin(), tail.end(), same))
+                continue;
+            const auto it = std::find_if(kept.begin(), kept.end(), same);
+            if (it == kept.end())
+                kept.push_back(p);
+            else
+                it->rows = std::max(it->rows, p.rows);
+        }
+    kept.insert(kept.end(), tail.begin(), tail.end());
+
+    session_head head = {};
+    memcpy(head.magic, session_magic, sizeof head.magic);
+    head.version = SESSION_VERSION, head.numerics = NUMERICS_VERSION;
+    head.fingerprint = s.model.fingerprint;
+    head.type = store.type;
+    head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
+    head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
+    head.n_tail = tail.size();
+    for (int kind = 0; kind < N_KINDS; kind++) {
+        head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
+        head.n_pages[kind] = pages[kind].size();
+    }
+    string bytes;
+    const auto put = [&](const void *p, size_t n) { bytes.append(static_cast<const char *>(p), n); };
+    put(&head, sizeof head);
+    put(s.tokens.data(), s.tokens.size() * sizeof(int32_t));
+    bytes += s.note;
+    for (int kind = 0; kind < N_KINDS; kind++)
+        for (const saved_page &p : pages[kind])
+            put(&p.rows, sizeof p.rows);
+    for (const checkpoint &c : s.cache.checkpoints) {
+        const checkpoint_head h = {c.pos, c.first, c.pages.size()};
+        put(&h, sizeof h);
+        for (const int32_t id : c.pages) {
+            const auto it = std::find_if(kept.begin(), kept.end(), [&](const saved_page &o) { return o.id == id; });
+            const int64_t no = it - kept.begin();
+            put(&no, sizeof no);
+        }
+    }
+    return bytes;
+}
+
+static void save(engine_session &s, const char *path) {
+    page_store &store = s.cache.store;
+    vector<saved_page> pages[N_KINDS];
+    string bytes;
     {
         std::lock_guard<std::mutex> lock(store.mutex);
-        const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
-        for (size_t i = 0; i < all.size(); i++)
-            pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-        vector<saved_page> tail;
-        for (size_t i = 0; i < window.size(); i++)
-            if (window[i] >= 0)
-                tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-        string marks;
-        const auto number_of = [&](const saved_page &p) { // of a checkpoint's page; tail pages get theirs afterwards
-            for (size_t i = 0; i < tail.size(); i++)
-                if (tail[i].id == p.id)
-                    return int64_t(-1 - int64_t(i));
-            vector<saved_page> &list = pages[SEES_WINDOW];
-            for (size_t i = 0; i < list.size(); i++)
-                if (list[i].id == p.id) {
-                    list[i].rows = std::max(list[i].rows, p.rows);
-                    return int64_t(i);
-                }
-            list.push_back(p);
-            return int64_t(list.size()) - 1;
-        };
-        vector<vector<int64_t>> numbers;
-        for (const checkpoint &c : s.cache.checkpoints) {
-            numbers.emplace_back();
-            for (size_t i = 0; i < c.pages.size(); i++) {
-                const int64_t index = c.first + int64_t(i);
-                numbers.back().push_back(number_of({c.pages[i], rows_of(c.pos, index), index}));
-            }
-        }
-        const int64_t n_kept = int64_t(pages[SEES_WINDOW].size());
-        pages[SEES_WINDOW].insert(pages[SEES_WINDOW].end(), tail.begin(), tail.end());
-
-        memcpy(head.magic, session_magic, sizeof head.magic);
-        head.version = SESSION_VERSION, head.numerics = NUMERICS_VERSION;
-        head.fingerprint = s.model.fingerprint;
-        head.type = store.type;
-        head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
-        head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
-        head.n_tail = tail.size();
-        for (int kind = 0; kind < N_KINDS; kind++) {
-            head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
-            head.n_pages[kind] = pages[kind].size();
-        }
-        const auto put = [&](const void *p, size_t n) { bytes.append(static_cast<const char *>(p), n); };
-        put(&head, sizeof head);
-        put(s.tokens.data(), s.tokens.size() * sizeof(int32_t));
-        bytes += s.note;
-        for (const vector<saved_page> &list : pages)
-            for (const saved_page &p : list)
-                put(&p.rows, sizeof p.rows);
-        for (size_t c = 0; c < numbers.size(); c++) {
-            const checkpoint &from = s.cache.checkpoints[c];
-            const checkpoint_head h = {from.pos, from.first, from.pages.size()};
-            put(&h, sizeof h);
-            for (int64_t no : numbers[c]) {
-                no = no < 0 ? n_kept - 1 - no : no;
-                put(&no, sizeof no);
-            }
-        }
+        bytes = session_bytes(s, pages);
     }
     file_writer out(path);
     const digest sum = sha256().add(bytes.data(), bytes.size()).finish();
@@ -8734,16 +8732,16 @@ static void save(engine_session &s, const char *path) {
     out.write_all(&sum, sizeof sum);
     uint64_t no = 0;
     for (int kind = 0; kind < N_KINDS; kind++) {
-        const page_pool &pool = store.pool[kind];
-        const buffer page(size_t(pool.layout.page_bytes), "a page");
+        const page_layout &layout = store.pool[kind].layout;
+        const buffer page(size_t(layout.page_bytes), "a page");
         for (const saved_page &p : pages[kind]) {
             {
                 std::lock_guard<std::mutex> lock(s.model.mutex);
-                s.model.ops->get(s.model.be.get(), page.data, pool.at(p.id), page.size);
+                s.model.ops->get(s.model.be.get(), page.data, store.pool[kind].at(p.id), page.size);
                 if (const int code = finish(s))
                     fail(code, "%s", s.failure);
             }
-            clear_rows(pool.layout, page.data, p.rows);
+            clear_rows(layout, page.data, p.rows);
             const digest d = page_digest(sum, no++, page);
             out.write_all(page.data, page.size);
             out.write_all(&d, sizeof d);
