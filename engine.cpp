@@ -8388,8 +8388,10 @@ static int evaluate_pass(engine_model &m, const vector<pass_item> &items, engine
     int code = forward(m, store, slices.data(), int(slices.size())) ? ENGINE_OK : ENGINE_ECANCELLED;
     if (!code)
         code = deliver_logits(m, items, n_out, fn, user);
-    const int error = finish(*items[0].session);
-    code = code ? code : error;
+    if (!code || code == ENGINE_ECANCELLED) { // other codes come from the backend, or after it was done
+        const int error = finish(*items[0].session);
+        code = code ? code : error;
+    }
     std::lock_guard<std::mutex> pages(store.mutex);
     for (const pass_item &it : items) {
         engine_session &s = *it.session;
