@@ -64,9 +64,11 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <thread>
+#include <unordered_map>
 #include <unistd.h>
 #include <unordered_map>
 #include <utility>
@@ -89,9 +91,9 @@ namespace {
 // ---------------------------------------------------------------------------------------------------
 // 1. BASICS
 //
-// Errors, the log, memory, a byte cursor, the clock, the floating-point mode, the thread pool, and elementary
-// functions: what every later chapter leans on. Knows nothing of models or files. Invariant: nothing here prints, exits
-// or aborts.
+// Errors, the log, memory, a byte cursor, the clock, the floating-point mode, the thread pool, a hash, and
+// elementary functions: what every later chapter leans on. Knows nothing of models or files. Invariant: nothing here
+// prints, exits or aborts.
 // ---------------------------------------------------------------------------------------------------
 
 using std::size_t;
@@ -376,6 +378,94 @@ template <class F> static void parallel(thread_pool &pool, int64_t n, int64_t gr
         },
         &s);
 }
+
+// SHA-256 (FIPS 180-4), for the names of cache pages, fingerprints and checksums: what is equal by it is equal.
+struct digest {
+    uint8_t b[32];
+    bool operator==(const digest &o) const { return memcmp(b, o.b, sizeof b) == 0; }
+};
+struct digest_hash {
+    size_t operator()(const digest &d) const {
+        size_t h;
+        memcpy(&h, d.b, sizeof h);
+        return h;
+    }
+};
+struct sha256 {
+    uint32_t h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    uint64_t bytes = 0;
+    uint8_t tail[64];
+
+    sha256 &add(const void *data, size_t n) {
+        const uint8_t *p = static_cast<const uint8_t *>(data);
+        size_t used = size_t(bytes % 64);
+        bytes += n;
+        if (used) {
+            const size_t take = std::min(n, 64 - used);
+            memcpy(tail + used, p, take);
+            p += take, n -= take, used += take;
+            if (used < 64)
+                return *this;
+            block(tail);
+        }
+        for (; n >= 64; p += 64, n -= 64)
+            block(p);
+        if (n)
+            memcpy(tail, p, n);
+        return *this;
+    }
+    // The bytes of a number or a digest, little-endian like everything that this program runs on.
+    template <class T> sha256 &value(const T &v) { return add(&v, sizeof v); }
+    digest finish() {
+        const uint64_t bits = bytes * 8;
+        const uint8_t one = 0x80, zeros[64] = {};
+        add(&one, 1);
+        add(zeros, size_t((56 + 64 - bytes % 64) % 64));
+        uint8_t length[8];
+        for (int i = 0; i < 8; i++)
+            length[i] = uint8_t(bits >> (56 - 8 * i));
+        add(length, 8);
+        digest d;
+        for (int i = 0; i < 32; i++)
+            d.b[i] = uint8_t(h[i / 4] >> (24 - i % 4 * 8));
+        return d;
+    }
+
+  private:
+    void block(const uint8_t *p) {
+        static const uint32_t k[64] = {
+            0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+            0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+            0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+            0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+            0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+            0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+            0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+            0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+        const auto turn = [](uint32_t x, int n) { return x >> n | x << (32 - n); };
+        uint32_t w[64], s[8];
+        for (int i = 0; i < 16; i++)
+            w[i] = uint32_t(p[4 * i]) << 24 | uint32_t(p[4 * i + 1]) << 16 | uint32_t(p[4 * i + 2]) << 8 | p[4 * i + 3];
+        for (int i = 16; i < 64; i++)
+            w[i] = w[i - 16] + w[i - 7] + (turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3) +
+                   (turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10);
+        memcpy(s, h, sizeof s);
+        const auto round = [&](int a, int i) { // the eight words turn by index, so that none is moved
+            const auto at = [&](int n) -> uint32_t & { return s[(a + n) & 7]; };
+            const uint32_t x = at(0), e = at(4);
+            const uint32_t t =
+                at(7) + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + ((e & at(5)) ^ (~e & at(6))) + k[i] + w[i];
+            at(3) += t;
+            at(7) = t + (turn(x, 2) ^ turn(x, 13) ^ turn(x, 22)) + ((x & at(1)) ^ (x & at(2)) ^ (at(1) & at(2)));
+        };
+        for (int i = 0; i < 64; i += 8) {
+            round(0, i), round(7, i + 1), round(6, i + 2), round(5, i + 3);
+            round(4, i + 4), round(3, i + 5), round(2, i + 6), round(1, i + 7);
+        }
+        for (int i = 0; i < 8; i++)
+            h[i] += s[i];
+    }
+};
 
 // exp, log, sin and cos in double from +, *, fma and rounding alone, so that every C library gives the same
 // bits. Within about 2 units in the last place.
@@ -817,6 +907,22 @@ struct model_file {
                 bad(name(order[i]), "this %s is in the file twice", what);
     }
 };
+
+// Tells one model from another without reading all of it: a hash over everything before the tensors' data, the first
+// bytes of each tensor, and the sizes of the files.
+static digest fingerprint(const model_file &f) {
+    sha256 hash;
+    for (const buffer &part : f.parts) {
+        size_t head = part.size;
+        for (const tensor_info &t : f.tensors)
+            if (t.bytes && t.data >= part.data && t.data < part.data + part.size)
+                head = std::min(head, size_t(t.data - part.data));
+        hash.value(uint64_t(part.size)).add(part.data, head);
+    }
+    for (const tensor_info &t : f.tensors)
+        hash.add(t.data, size_t(std::min<uint64_t>(t.bytes, 64)));
+    return hash.finish();
+}
 
 // What GGML numbers besides the formats of chapter QUANTS. Integers are tables that some models carry; the others are
 // named so that a message can name them.
@@ -4122,15 +4228,26 @@ static cpu_level cpu_detect() {
 
 } // namespace
 
-// The CPU backend's state. One operation at a time runs on it; `scratch` is the operations' own.
+// The CPU backend's state. One call at a time runs on it, those for memory included; `scratch` is the operations' own.
 struct backend {
+    struct allocation {
+        uint8_t *data; // as struct buffer, but can grow
+        uint64_t bytes;
+        void unmap() const { munmap(data, std::max<uint64_t>(bytes, 1)); }
+    };
     thread_pool pool;
     cpu_level level;
     buffer scratch;
-    const char *error = nullptr; // the first since the last sync
-    bool no_memory = false;      // and whether it is a shortage of memory
+    vector<allocation> allocations; // few: a session makes some tens of them
+    const char *error = nullptr;    // the first since the last sync
+    bool no_memory = false;         // and whether it is a shortage of memory
 
     explicit backend(int n_threads) : pool(n_threads), level(cpu_detect()) {}
+    ~backend() {
+        for (const allocation &a : allocations)
+            a.unmap();
+    }
+    backend(const backend &) = delete;
 };
 
 namespace {
@@ -4142,17 +4259,25 @@ static void cpu_error(backend *be, const char *what, bool no_memory = false) {
         be->error = what, be->no_memory = no_memory;
 }
 
-// At least `bytes` of scratch, 4 KiB aligned, contents undefined. Grows at the first use of a size and stays; null,
-// with the error latched, when memory ends.
+// Makes the scratch space at least `bytes` large, page-aligned, contents undefined. It never shrinks, and stays as it
+// is when memory ends, which gives nonzero.
+static int32_t cpu_reserve(backend *be, uint64_t bytes) {
+    if (bytes <= be->scratch.size)
+        return 0;
+    try {
+        be->scratch = buffer(bytes, "scratch memory");
+    } catch (const Error &) {
+        return 1;
+    }
+    return 0;
+}
+
+// An operation's scratch space. Allocates only where nothing was reserved; null, with the error latched, when memory
+// ends.
 static uint8_t *cpu_scratch(backend *be, uint64_t bytes) {
-    if (be->scratch.size < bytes) {
-        try {
-            be->scratch = buffer();
-            be->scratch = buffer(bytes, "scratch memory");
-        } catch (const Error &) {
-            cpu_error(be, "out of memory for the operations' scratch space", true);
-            return nullptr;
-        }
+    if (cpu_reserve(be, bytes)) {
+        cpu_error(be, "out of memory for the operations' scratch space", true);
+        return nullptr;
     }
     return be->scratch.data;
 }
@@ -5209,6 +5334,38 @@ static void quantize_rows(backend *be, matmul_job &m, const float *x, uint8_t *o
     m.x_group = op.n_rows * m.act.stride;
 }
 
+// How one product runs: its kernels, whether they are the _mm ones, and what of the scratch space is for what.
+struct matmul_plan {
+    matmul_kernels k;
+    bool mm;
+    act_layout act;
+    int64_t x_bytes, panel_bytes; // all rows of activations; a panel of one worker
+};
+
+// Never smaller for more rows: a reserve for the most rows is enough for fewer.
+static matmul_plan plan_matmul(const backend *be, const matmul_op *op, const format &f) {
+    matmul_plan p = {find_kernels(f.type, be->level), false, {}, 0, 0};
+    p.mm = p.k.mm_from > 0 && op->n_rows >= p.k.mm_from;
+    if (f.act == ACT_F32) {
+        p.act = {ACT_PLAIN, 1, op->n_in, op->n_in, 0, 0, op->ld_x * int64_t(sizeof(float))};
+    } else {
+        p.act = act_plan(f.act, p.mm ? int(ACT_WALK) : p.k.vec_form, op->n_in);
+        p.x_bytes = int64_t(op->n_group) * op->n_rows * p.act.stride;
+    }
+    if (p.mm)
+        p.panel_bytes = round_up(op->n_in, 16) / f.block * p.k.panel_bytes;
+    return p;
+}
+
+static uint64_t matmul_bytes(const backend *be, const matmul_plan &p) {
+    return uint64_t(std::max<int64_t>(64, p.x_bytes + p.panel_bytes * be->pool.size));
+}
+
+static uint64_t cpu_matmul_scratch(backend *be, const matmul_op *op, const mat *w) {
+    const format *f = find_format(w->type);
+    return f ? matmul_bytes(be, plan_matmul(be, op, *f)) : 0;
+}
+
 static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
     const format *f = find_format(w->type);
     if (!f || op->n_in % f->block != 0) {
@@ -5217,27 +5374,20 @@ static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, me
     }
     if (op->n_rows <= 0 || op->n_out <= 0 || op->n_group <= 0)
         return;
-    const matmul_kernels k = find_kernels(w->type, be->level);
-    const bool mm = k.mm_from > 0 && op->n_rows >= k.mm_from, floats = f->act == ACT_F32;
-    const int64_t size = sizeof(float);
-    act_layout act = {ACT_PLAIN, 1, op->n_in, op->n_in, 0, 0, op->ld_x * size};
-    if (!floats)
-        act = act_plan(f->act, mm ? int(ACT_WALK) : k.vec_form, op->n_in);
-    matmul_job m = {*op, k, act, at<const uint8_t>(w->data), int64_t(w->row_bytes), nullptr, 0, at<float>(y), nullptr};
-    m.x = at<const uint8_t>(x), m.x_group = op->n_in * size;
-    if (op->has_bias)
-        m.bias = at<const float>(bias);
-
-    const int64_t n_rows = op->n_rows, n_group = op->n_group, workers = be->pool.size;
-    const int64_t x_bytes = floats ? 0 : n_group * n_rows * act.stride;
-    const int64_t panel_bytes = mm ? round_up(op->n_in, 16) / f->block * k.panel_bytes : 0;
-    uint8_t *space = cpu_scratch(be, uint64_t(std::max<int64_t>(64, x_bytes + panel_bytes * workers)));
+    const matmul_plan p = plan_matmul(be, op, *f);
+    uint8_t *space = cpu_scratch(be, matmul_bytes(be, p));
     if (!space)
         return;
-    if (!floats)
+    matmul_job m = {*op, p.k,          p.act,  at<const uint8_t>(w->data), int64_t(w->row_bytes), at<const uint8_t>(x),
+                    0,   at<float>(y), nullptr};
+    m.x_group = op->n_in * int64_t(sizeof(float));
+    if (op->has_bias)
+        m.bias = at<const float>(bias);
+    if (f->act != ACT_F32)
         quantize_rows(be, m, at<const float>(x), space);
 
-    if (!mm) { // pieces small enough to end together, large enough that handing one out costs nothing
+    const int64_t n_rows = op->n_rows, n_group = op->n_group, workers = be->pool.size;
+    if (!p.mm) { // pieces small enough to end together, large enough that handing one out costs nothing
         const int64_t n = n_group * op->n_out, bytes = n * m.row_bytes;
         const int64_t piece = std::max<int64_t>(32768, std::min<int64_t>(bytes / (workers * 8), 1 << 20));
         parallel(be->pool, n, std::max<int64_t>(1, piece / m.row_bytes),
@@ -5254,7 +5404,7 @@ static void cpu_matmul(backend *be, const matmul_op *op, mem y, const mat *w, me
     parallel(be->pool, panels * parts, grain, [&](int64_t begin, int64_t end, int worker) {
         for (int64_t i = begin; i < end; i++)
             matmul_mm(m, i / parts, i % parts * part, std::min(n_rows, (i % parts + 1) * part),
-                      space + x_bytes + worker * panel_bytes);
+                      space + p.x_bytes + worker * p.panel_bytes);
     });
 }
 
@@ -5337,20 +5487,79 @@ CPU_BODY float cpu_tanh(float x) {
 
 // ---- memory ----
 
-static mem cpu_alloc(backend *, uint64_t bytes) {
-    void *p = nullptr;
-    if (bytes > SIZE_MAX / 2 || posix_memalign(&p, 64, std::max<uint64_t>(bytes, 64)))
+// Anonymous mappings: zeros that take memory only where they are written, so a pool of pages may be larger than what is
+// in use of it.
+static uint8_t *map_zeros(uint64_t bytes) {
+    void *p = mmap(nullptr, std::max<uint64_t>(bytes, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return p == MAP_FAILED ? nullptr : static_cast<uint8_t *>(p);
+}
+
+static mem cpu_alloc(backend *be, uint64_t bytes) {
+    uint8_t *p = map_zeros(bytes);
+    try {
+        if (p)
+            be->allocations.push_back({p, bytes});
+    } catch (const std::bad_alloc &) {
+        backend::allocation{p, bytes}.unmap();
         p = nullptr;
+    }
     return {p, 0};
 }
 
-static void cpu_free(backend *, mem m) { free(m.handle); }
+// Null where `m` is not one of ours.
+static backend::allocation *find_allocation(backend *be, mem m) {
+    for (backend::allocation &a : be->allocations)
+        if (a.data == m.handle)
+            return &a;
+    return nullptr;
+}
+
+static void cpu_free(backend *be, mem m) {
+    if (backend::allocation *a = find_allocation(be, m)) {
+        a->unmap();
+        *a = be->allocations.back();
+        be->allocations.pop_back();
+    }
+}
+
+// The mapping's own size counts: what is beyond it is new and zero.
+static mem cpu_grow(backend *be, mem m, uint64_t, uint64_t bytes) {
+    backend::allocation *a = find_allocation(be, m);
+    if (!a)
+        return {};
+    if (bytes <= a->bytes)
+        return m;
+#if defined(__linux__)
+    void *p = mremap(a->data, std::max<uint64_t>(a->bytes, 1), bytes, MREMAP_MAYMOVE);
+    if (p == MAP_FAILED)
+        return {};
+#else
+    uint8_t *p = map_zeros(bytes);
+    if (!p)
+        return {};
+    memcpy(p, a->data, a->bytes);
+    a->unmap();
+#endif
+    *a = {static_cast<uint8_t *>(p), bytes};
+    return {p, m.offset};
+}
+
+static uint64_t cpu_allocated(backend *be) {
+    uint64_t bytes = be->scratch.size;
+    for (const backend::allocation &a : be->allocations)
+        bytes += a.bytes;
+    return bytes;
+}
 
 static mem cpu_weights(backend *, const void *host, uint64_t) { return {const_cast<void *>(host), 0}; }
 
 static void cpu_put(backend *, mem to, const void *from, uint64_t bytes) { memcpy(at<uint8_t>(to), from, bytes); }
 
 static void cpu_get(backend *, void *to, mem from, uint64_t bytes) { memcpy(to, at<uint8_t>(from), bytes); }
+
+static void cpu_copy(backend *, mem to, mem from, uint64_t bytes) {
+    memmove(at<uint8_t>(to), at<uint8_t>(from), bytes);
+}
 
 static const char *cpu_sync(backend *be, int32_t *no_memory) {
     const char *error = be->error;
@@ -5528,6 +5737,7 @@ static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, m
 // and values widened to f32, lanes being sixteen query rows. The plain version always does the first.
 
 enum { SPLIT_PAGES = 16, SPLIT_TOKENS = SPLIT_PAGES * int(PAGE_TOKENS), ATTEND_ROWS = 128, DIRECT_ROWS = 8 };
+enum { SPLIT_FLOATS = 8 << 20 }; // of all states when splits are tasks of their own
 
 // s[i] = dot(q, k_i) for n keys.
 static void plain_dots(float *s, const float *q, const uint16_t *k, int64_t ld_k, int n, int dim) {
@@ -5981,38 +6191,58 @@ static void attend_task(const attend_job &j, int64_t task, int worker) {
     attend_finish(j, t0, t1, kv, total);
 }
 
-// Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
-static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
-    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
-        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+// What follows from the operation alone. All of it is the larger, the more rows there are.
+static attend_job attend_shape(backend *be, const attend_op *op) {
     attend_job j = {};
-    j.be = be, j.op = op, j.sg = sg, j.table_len = st->table_len;
-    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
-    j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
+    j.be = be, j.op = op;
     const int fill = be->level == CPU_PLAIN ? 0 : 15;
     j.pad_k = (op->dim_k + fill) & ~fill, j.pad_v = (op->dim_v + fill) & ~fill, j.group = op->n_head / op->n_head_kv;
     const int64_t fair = int64_t(op->n_rows) * op->n_head_kv / (2 * be->pool.size);
     j.block_rows = int(std::max<int64_t>(1, std::min<int64_t>(ATTEND_ROWS / j.group, fair)));
     j.max_rows = (j.block_rows * j.group + 15) & ~15;
-    int64_t work = 0;
-    for (int t = 0, rows = 0; t < op->n_rows; t++, rows++) {
-        if (t == 0 || rows == j.block_rows || j.seq[t] != j.seq[t - 1])
-            j.n_block++, rows = 0;
-        j.n_split = std::max(j.n_split, j.pos[t] / SPLIT_TOKENS + 1);
-        work += j.pos[t] + 1 - j.first(t);
-    }
-    const int64_t n_pair = int64_t(j.n_block) * op->n_head_kv;
-    j.split_tasks = j.n_split > 1 && n_pair < 4 * be->pool.size;
-    const int64_t n_task = j.split_tasks ? n_pair * j.n_split : n_pair, list_floats = (j.n_block + 16) & ~15;
     j.state_floats = int64_t(j.max_rows) * (j.pad_v + 2);
     j.worker_floats =
         int64_t(j.max_rows) * (j.pad_k + 2) + int64_t(PAGE_TOKENS) * (32 + j.pad_k + j.pad_v) + 2 * j.state_floats;
-    const int64_t states_floats = j.split_tasks ? n_task * j.state_floats : 0;
-    float *scratch =
-        (float *)cpu_scratch(be, uint64_t(list_floats + states_floats + j.worker_floats * be->pool.size) * 4);
+    return j;
+}
+
+static int64_t attend_list_floats(const attend_op *op) { return round_up(int64_t(op->n_rows) + 1, 16); }
+
+// The list of blocks, the workers' own, and the states of split tasks: no more of these than cpu_attend lets there be.
+static uint64_t cpu_attend_scratch(backend *be, const attend_op *op, const seg *, int64_t n_tokens) {
+    const attend_job j = attend_shape(be, op);
+    const int64_t n_split = (n_tokens + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
+    const int64_t n_pair = std::min<int64_t>(int64_t(op->n_rows) * op->n_head_kv, 4 * be->pool.size - 1);
+    const int64_t states = n_split > 1 ? std::min<int64_t>(n_pair * n_split * j.state_floats, SPLIT_FLOATS) : 0;
+    return uint64_t(attend_list_floats(op) + j.worker_floats * be->pool.size + states) * sizeof(float);
+}
+
+// Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
+static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
+    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
+        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+    attend_job j = attend_shape(be, op);
+    j.sg = sg, j.table_len = st->table_len;
+    j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
+    j.q = at<float>(q), j.y = at<float>(y), j.sinks = op->has_sinks ? at<float>(sinks) : nullptr;
+    int64_t work = 0;
+    int longest = 0;
+    for (int t = 0, rows = 0; t < op->n_rows; t++, rows++) {
+        if (t == 0 || rows == j.block_rows || j.seq[t] != j.seq[t - 1])
+            j.n_block++, rows = 0;
+        longest = std::max(longest, j.pos[t]);
+        work += j.pos[t] + 1 - j.first(t);
+    }
+    float *scratch = (float *)cpu_scratch(be, cpu_attend_scratch(be, op, sg, int64_t(longest) + 1));
     if (!scratch)
         return;
-    j.blocks = (int32_t *)scratch, j.states = scratch + list_floats, j.workers = j.states + states_floats;
+    const int64_t n_pair = int64_t(j.n_block) * op->n_head_kv;
+    j.n_split = longest / SPLIT_TOKENS + 1;
+    j.split_tasks = j.n_split > 1 && n_pair < 4 * be->pool.size && n_pair * j.n_split * j.state_floats <= SPLIT_FLOATS;
+    const int64_t n_task = j.split_tasks ? n_pair * j.n_split : n_pair;
+    j.blocks = (int32_t *)scratch;
+    j.workers = scratch + attend_list_floats(op);
+    j.states = j.workers + j.worker_floats * be->pool.size;
     j.blocks[0] = 0, j.blocks[j.n_block] = op->n_rows;
     for (int t = 1, b = 0; t < op->n_rows; t++)
         if (t - j.blocks[b] == j.block_rows || j.seq[t] != j.seq[t - 1])
@@ -6040,79 +6270,486 @@ static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg
 //
 // In the order of backend.h. What no supported architecture needs yet is null.
 
-static const backend_ops cpu_ops = {cpu_alloc, nullptr,    cpu_free, cpu_weights, cpu_put,    cpu_get,    nullptr,
-                                    nullptr,   nullptr,    nullptr,  nullptr,     cpu_sync,   cpu_embed,  cpu_rows,
-                                    cpu_norm,  cpu_matmul, nullptr,  cpu_rope,    cpu_kv_put, cpu_attend, cpu_glu,
-                                    cpu_add,   nullptr,    nullptr,  nullptr,     nullptr,    nullptr,    nullptr,
-                                    nullptr,   nullptr,    nullptr,  nullptr};
+static const backend_ops cpu_ops = {
+    cpu_alloc, cpu_grow,           cpu_free,           cpu_weights, cpu_put,       cpu_get,
+    cpu_copy,  cpu_matmul_scratch, cpu_attend_scratch, cpu_reserve, cpu_allocated, cpu_sync,
+    cpu_embed, cpu_rows,           cpu_norm,           cpu_matmul,
+    nullptr, // matmul_id
+    cpu_rope,  cpu_kv_put,         cpu_attend,         cpu_glu,     cpu_add,
+    nullptr, // scale
+    nullptr, // route
+    nullptr, // mix
+    nullptr, // topk
+    nullptr, // pool
+    nullptr, // index
+    nullptr, // requant
+    nullptr, // hc_split
+    nullptr, // hc_pre
+    nullptr, // hc_post
+};
 
 // ---------------------------------------------------------------------------------------------------
 // 9. CACHE
 //
-// Pages of 128 tokens that hold the keys and values of all layers, and the table that makes a sequence of
-// pages out of them. Knows shapes, not models or tokens. Invariant: a page belongs to the pool's free list
-// or to exactly one table; appending and rewinding never allocate or move memory.
+// Pages of 128 tokens that hold keys and values. All pages of a model lie in pools, one for the layers that see
+// everything and one for window layers; a session is a table of pages in each. A complete page has a name, a
+// hash over all tokens up to its end and everything else that can change its bits, by which any session finds it.
+// Knows shapes and tokens, not what they mean. Invariants: a page with a name is never written; one without
+// belongs to a single session; a session never waits for a page, because its share of the pool was set aside.
 // ---------------------------------------------------------------------------------------------------
 
-// Where the rows of each layer lie in a page: see struct seg. All layers are alike in today's models.
-struct page_layout {
-    uint64_t layer_bytes, page_bytes;
-    seg first; // layer 0; layer i lies i * layer_bytes further
+// A change of anything that changes the bits of a key or a value: cached pages and saved sessions of before are no
+// longer found.
+enum { NUMERICS_VERSION = 1 };
 
-    seg of_layer(mem pool, int layer) const {
+// The two kinds of layers, each with its pages and its page table.
+enum { SEES_ALL, SEES_WINDOW, N_KINDS };
+
+struct cache_type {
+    const char *name;
+    int type;
+};
+static const cache_type cache_types[] = {{"f16", TYPE_F16}, {"q8_0", TYPE_Q8_0}};
+
+static const cache_type &find_cache_type(const char *name) {
+    string known;
+    for (const cache_type &c : cache_types) {
+        if (!strcmp(c.name, name ? name : "f16"))
+            return c;
+        known += string(known.empty() ? "" : ", ") + c.name;
+    }
+    fail(ENGINE_EINVAL, "kv is \"%s\": the cache can have rows of %s", show(name).c_str(), known.c_str());
+}
+
+// Where the rows of each layer of one kind lie in a page: see struct seg.
+struct page_layout {
+    int n_layer = 0; // of this kind; 0: there are no pages
+    int window = 0;
+    uint64_t layer_bytes = 0, page_bytes = 0;
+    seg first = {}; // the first of these layers; the i-th lies i * layer_bytes further
+
+    seg of_layer(mem pool, int i) const {
         seg s = first;
         s.pool = pool;
-        s.k_offset += uint64_t(layer) * layer_bytes;
-        s.v_offset += uint64_t(layer) * layer_bytes;
+        s.k_offset += uint64_t(i) * layer_bytes;
+        s.v_offset += uint64_t(i) * layer_bytes;
         return s;
     }
+    // The first page that a row at position n reads.
+    int64_t first_page(int64_t n) const { return window ? std::max<int64_t>(0, n - window + 1) / PAGE_TOKENS : 0; }
 };
 
-static page_layout make_page_layout(const hparams &hp, int type) {
+static page_layout make_page_layout(const weights &w, int type, int kind) {
     const format &f = *find_format(type);
-    page_layout p = {};
+    const hparams &hp = w.hp;
+    page_layout p;
+    for (const layer &l : w.layers)
+        if ((l.window > 0) == (kind == SEES_WINDOW))
+            p.n_layer++, p.window = std::max(p.window, l.window);
+    const auto bytes = [&](int dim) { return row_bytes(f, (uint64_t(dim) + f.block - 1) / f.block * f.block); };
     p.first.type = type;
+    p.first.table = kind;
     p.first.ratio = 1;
-    p.first.k_row_bytes = row_bytes(f, uint64_t(hp.dim_k));
-    p.first.v_row_bytes = row_bytes(f, uint64_t(hp.dim_v));
+    p.first.k_row_bytes = bytes(hp.dim_k);
+    p.first.v_row_bytes = bytes(hp.dim_v);
     p.first.v_offset = uint64_t(hp.n_head_kv) * PAGE_TOKENS * p.first.k_row_bytes;
     p.layer_bytes = p.first.v_offset + uint64_t(hp.n_head_kv) * PAGE_TOKENS * p.first.v_row_bytes;
-    p.page_bytes = p.layer_bytes * uint64_t(hp.n_layer);
+    p.page_bytes = p.layer_bytes * uint64_t(p.n_layer);
     p.first.page_bytes = p.page_bytes;
     return p;
 }
 
-// Pages for one session and their table. The pool's address range is reserved once; a page costs memory when it is
-// first written.
-struct kv_cache {
-    page_layout layout = {};
-    buffer pool;
-    vector<int32_t> table; // pages of the sequence, in order
+struct page {
+    int refs = 0; // tables and checkpoints that hold it
+    bool named = false;
+    digest name, before;            // its own and that of the page before it
+    int32_t tokens[PAGE_TOKENS];    // of a named page
+    int32_t older = -1, newer = -1; // neighbours in the list of pages with a name that nobody holds
+};
+
+// All pages of one kind. A page is unused (no name, nobody holds it), held, or idle (named, nobody holds it): idle
+// pages are found by name until their room is needed, the longest idle first.
+struct page_pool {
+    page_layout layout;
+    mem data = {}; // [pages.size(), page_bytes]
+    vector<page> pages;
+    int64_t reserved = 0; // pages that sessions may hold
     vector<int32_t> unused;
+    int32_t oldest = -1, newest = -1; // ends of the list of idle pages
+    std::unordered_map<digest, int32_t, digest_hash> names;
 
-    kv_cache() = default;
-    kv_cache(const page_layout &l, int n_ctx) : layout(l) {
-        const int n_pages = (n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS;
-        pool = buffer(size_t(n_pages) * l.page_bytes, "the KV cache");
-        table.reserve(size_t(n_pages));
-        for (int i = n_pages; i-- > 0;)
-            unused.push_back(i);
-    }
-    mem base() const { return {pool.data, 0}; }
+    mem at(int32_t id) const { return {data.handle, data.offset + uint64_t(id) * layout.page_bytes}; }
 
-    // Makes room for n tokens in all, n at most what the cache was made for; gives back what lies beyond.
-    void resize(int64_t n) {
-        const size_t want = size_t((n + PAGE_TOKENS - 1) / PAGE_TOKENS);
-        while (table.size() < want) {
-            table.push_back(unused.back());
-            unused.pop_back();
+    // A page without a name, held once. There is one, by reservation.
+    int32_t take() {
+        if (unused.empty())
+            forget(oldest);
+        const int32_t id = unused.back();
+        unused.pop_back();
+        pages[size_t(id)].refs = 1;
+        return id;
+    }
+    void hold(int32_t id) {
+        if (pages[size_t(id)].refs++ == 0)
+            unlink(id);
+    }
+    void release(int32_t id) {
+        page &p = pages[size_t(id)];
+        if (--p.refs > 0)
+            return;
+        if (!p.named)
+            return unused.push_back(id);
+        p.older = newest, p.newer = -1;
+        (newest >= 0 ? pages[size_t(newest)].newer : oldest) = id;
+        newest = id;
+    }
+    // The page of this name, or -1. The tokens are compared as well.
+    int32_t find(const digest &name, const digest &before, const int32_t *tokens) const {
+        const auto it = names.find(name);
+        if (it == names.end())
+            return -1;
+        const page &p = pages[size_t(it->second)];
+        return p.before == before && !memcmp(p.tokens, tokens, sizeof p.tokens) ? it->second : -1;
+    }
+    // Gives a held page its name. If another has it already, that one is held instead. Returns the page that has it.
+    int32_t name(int32_t id, const digest &name, const digest &before, const int32_t *tokens) {
+        const int32_t other = find(name, before, tokens);
+        if (other >= 0) {
+            hold(other);
+            release(id);
+            return other;
         }
-        while (table.size() > want) {
-            unused.push_back(table.back());
-            table.pop_back();
+        page &p = pages[size_t(id)];
+        p.named = names.emplace(name, id).second;
+        p.name = name, p.before = before;
+        memcpy(p.tokens, tokens, sizeof p.tokens);
+        return id;
+    }
+    void unname(int32_t id) {
+        page &p = pages[size_t(id)];
+        names.erase(p.name);
+        p.named = false;
+    }
+
+  private:
+    void unlink(int32_t id) { // from the idle
+        page &p = pages[size_t(id)];
+        if (!p.named)
+            return;
+        (p.older >= 0 ? pages[size_t(p.older)].newer : oldest) = p.newer;
+        (p.newer >= 0 ? pages[size_t(p.newer)].older : newest) = p.older;
+        p.older = p.newer = -1;
+    }
+    void forget(int32_t id) { // an idle page becomes unused
+        unlink(id);
+        unname(id);
+        unused.push_back(id);
+    }
+};
+
+// The pages of a model with one type of rows. `mutex` guards everything but the bytes of the pages, which are
+// written under the model's lock; whoever holds both takes the model's first.
+struct page_store {
+    std::mutex mutex;
+    int type;
+    digest root; // the name of nothing: what all names begin with
+    page_pool pool[N_KINDS];
+
+    page_store(const weights &w, int t, const digest &fingerprint) : type(t) {
+        root = sha256().value(int32_t(NUMERICS_VERSION)).value(int32_t(t)).value(fingerprint).finish();
+        for (int kind = 0; kind < N_KINDS; kind++)
+            pool[kind].layout = make_page_layout(w, t, kind);
+    }
+};
+
+// What a session may hold, in pages of each kind.
+struct cache_share {
+    int64_t pages[N_KINDS];
+    int64_t per_checkpoint, checkpoints; // pages of window layers in one; how many there may be
+
+    // For n_ctx tokens, evaluated `chunk` rows at a time.
+    cache_share(const page_layout *layout, int64_t n_ctx, int chunk, int n_checkpoints) {
+        const int window = layout[SEES_WINDOW].window;
+        const auto pages_of = [](int64_t n) { return (n + PAGE_TOKENS - 1) / PAGE_TOKENS; };
+        pages[SEES_ALL] = layout[SEES_ALL].n_layer ? pages_of(n_ctx) : 0;
+        // n rows, wherever they begin, touch pages_of(n) + 1 pages at most; a checkpoint also reaches back from the
+        // page boundary before it.
+        per_checkpoint = window ? std::min(pages_of(n_ctx), pages_of(window + PAGE_TOKENS) + 1) : 0;
+        checkpoints = window ? n_checkpoints : 0;
+        pages[SEES_WINDOW] =
+            window ? std::min(pages_of(n_ctx), pages_of(int64_t(window) + chunk) + 1) + 1 + per_checkpoint * checkpoints
+                   : 0;
+    }
+};
+
+// A position from which evaluation can go on, with the pages of window layers that this needs.
+struct checkpoint {
+    int64_t pos;
+    int64_t first; // the first page, counted from the beginning of the timeline
+    vector<int32_t> pages;
+};
+
+// The pages of one session. `n` below is the number of evaluated tokens.
+struct kv_cache {
+    page_store &store;
+    const cache_share share;
+    vector<int32_t> table[N_KINDS]; // pages in order; -1: given back
+    vector<digest> names;           // of the complete pages
+    vector<checkpoint> checkpoints; // in order of position
+
+    kv_cache(page_store &st, const cache_share &s, int64_t n_ctx) : store(st), share(s) {
+        for (vector<int32_t> &t : table)
+            t.reserve(size_t(n_ctx / PAGE_TOKENS + 1));
+        names.reserve(size_t(n_ctx / PAGE_TOKENS + 1));
+        checkpoints.reserve(size_t(share.checkpoints + 1));
+    }
+    kv_cache(const kv_cache &) = delete;
+    ~kv_cache() {
+        std::lock_guard<std::mutex> lock(store.mutex);
+        rewind(0);
+        for (int kind = 0; kind < N_KINDS; kind++)
+            store.pool[kind].reserved -= share.pages[kind];
+    }
+
+    // The rest is called under the store's mutex.
+
+    // Makes room for rows [n, n + count), in pages that may be written. copy(kind, to, from) copies a page that others
+    // hold too. What lies before all windows is given back first.
+    template <class F> void prepare(int64_t n, int64_t count, F &&copy) {
+        page_pool &window = store.pool[SEES_WINDOW];
+        for (int64_t i = window.layout.first_page(n) - 1; window.layout.n_layer && i >= 0; i--) {
+            if (i >= int64_t(table[SEES_WINDOW].size()) || table[SEES_WINDOW][size_t(i)] < 0)
+                break;
+            drop(SEES_WINDOW, size_t(i));
+        }
+        for (int kind = 0; kind < N_KINDS; kind++) {
+            page_pool &pool = store.pool[kind];
+            if (!pool.layout.n_layer)
+                continue;
+            if (n % PAGE_TOKENS) {
+                int32_t &id = table[kind][size_t(n / PAGE_TOKENS)];
+                const page &p = pool.pages[size_t(id)];
+                if (p.named && p.refs == 1) {
+                    pool.unname(id);
+                } else if (p.named) {
+                    const int32_t own = pool.take();
+                    copy(kind, own, id);
+                    pool.release(id);
+                    id = own;
+                }
+            }
+            while (int64_t(table[kind].size()) * PAGE_TOKENS < n + count)
+                table[kind].push_back(pool.take());
         }
     }
-    uint64_t bytes_used() const { return table.size() * layout.page_bytes; }
+
+    // Rows [from, to) have been written: what became complete gets its name. tokens: the timeline.
+    void complete(const int32_t *tokens, int64_t from, int64_t to) {
+        for (int64_t i = from / PAGE_TOKENS; i < to / PAGE_TOKENS; i++) {
+            const int32_t *these = tokens + i * PAGE_TOKENS;
+            const digest before = name_before(i), name = page_name(before, these);
+            for (int kind = 0; kind < N_KINDS; kind++)
+                if (store.pool[kind].layout.n_layer)
+                    table[kind][size_t(i)] = store.pool[kind].name(table[kind][size_t(i)], name, before, these);
+            names.push_back(name);
+        }
+    }
+
+    // Forgets everything from n on and returns the last position, up to n, from which evaluation can go on: n itself
+    // where every layer sees everything.
+    int64_t rewind(int64_t n) {
+        while (!checkpoints.empty() && checkpoints.back().pos > n)
+            drop_checkpoint(checkpoints.size() - 1);
+        cut(n);
+        const page_layout &l = store.pool[SEES_WINDOW].layout;
+        if (!l.n_layer || covered(n))
+            return n;
+        // The window's rows are gone: the nearest checkpoint, or page boundary whose pages are still somewhere.
+        const int64_t saved = checkpoints.empty() ? 0 : checkpoints.back().pos;
+        for (int64_t k = n / PAGE_TOKENS; k * PAGE_TOKENS > saved; k--)
+            if (take_window(k)) {
+                cut(k * PAGE_TOKENS);
+                return k * PAGE_TOKENS;
+            }
+        clear_window();
+        cut(saved);
+        if (saved) {
+            const checkpoint &c = checkpoints.back();
+            table[SEES_WINDOW].assign(size_t(c.first), -1);
+            for (int32_t id : c.pages) {
+                store.pool[SEES_WINDOW].hold(id);
+                table[SEES_WINDOW].push_back(id);
+            }
+            cut(saved);
+        }
+        return saved;
+    }
+
+    // Looks for pages of any session that hold tokens [0, count) beyond the n that are here, and takes them over.
+    // Returns the new n.
+    int64_t adopt(const int32_t *tokens, int64_t count, int64_t n) {
+        const page_pool &all = store.pool[SEES_ALL], &window = store.pool[SEES_WINDOW];
+        const int64_t first = n / PAGE_TOKENS;
+        vector<int32_t> found;
+        for (int64_t k = first; (k + 1) * PAGE_TOKENS <= count; k++) {
+            const int32_t *these = tokens + k * PAGE_TOKENS;
+            const digest before = name_before(k), name = page_name(before, these);
+            const int32_t id = all.layout.n_layer ? all.find(name, before, these) : -1;
+            if (all.layout.n_layer ? id < 0 : window.names.count(name) == 0)
+                break;
+            found.push_back(id);
+            names.push_back(name);
+        }
+        int64_t k = first + int64_t(found.size());
+        if (window.layout.n_layer)
+            while (k > first && !take_window(k, tokens))
+                k--;
+        names.resize(size_t(k));
+        if (k == first)
+            return n;
+        for (int64_t i = first; i < k && all.layout.n_layer; i++) {
+            store.pool[SEES_ALL].hold(found[size_t(i - first)]);
+            if (i < int64_t(table[SEES_ALL].size())) { // the page that was begun here
+                store.pool[SEES_ALL].release(table[SEES_ALL][size_t(i)]);
+                table[SEES_ALL][size_t(i)] = found[size_t(i - first)];
+            } else {
+                table[SEES_ALL].push_back(found[size_t(i - first)]);
+            }
+        }
+        return k * PAGE_TOKENS;
+    }
+
+    // Position n, up to which all is evaluated and whose window is here, becomes one that can be gone back to.
+    void keep_checkpoint(int64_t n) {
+        const page_layout &l = store.pool[SEES_WINDOW].layout;
+        if (!share.checkpoints || n <= 0)
+            return;
+        size_t at = checkpoints.size();
+        while (at > 0 && checkpoints[at - 1].pos >= n)
+            at--;
+        if (at < checkpoints.size() && checkpoints[at].pos == n)
+            return;
+        checkpoint c = {n, l.first_page(n), {}};
+        const int64_t boundary = l.first_page(n / PAGE_TOKENS * PAGE_TOKENS);
+        if (boundary < c.first && table[SEES_WINDOW][size_t(boundary)] >= 0)
+            c.first = boundary; // so that other sessions can go on from the page boundary
+        for (int64_t i = c.first; i * PAGE_TOKENS < n; i++) {
+            if (table[SEES_WINDOW][size_t(i)] < 0)
+                return;
+            c.pages.push_back(table[SEES_WINDOW][size_t(i)]);
+        }
+        for (int32_t id : c.pages)
+            store.pool[SEES_WINDOW].hold(id);
+        checkpoints.insert(checkpoints.begin() + std::ptrdiff_t(at), std::move(c));
+        if (int64_t(checkpoints.size()) > share.checkpoints)
+            thin();
+    }
+
+    uint64_t bytes_used() const { return held(SEES_ALL) + held(SEES_WINDOW) + checkpoint_bytes(); }
+    // Of pages that are in checkpoints only.
+    uint64_t checkpoint_bytes() const {
+        vector<int32_t> ids;
+        for (const checkpoint &c : checkpoints)
+            for (size_t i = 0; i < c.pages.size(); i++) {
+                const size_t at = size_t(c.first) + i;
+                if (at >= table[SEES_WINDOW].size() || table[SEES_WINDOW][at] != c.pages[i])
+                    ids.push_back(c.pages[i]);
+            }
+        std::sort(ids.begin(), ids.end());
+        ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+        return ids.size() * store.pool[SEES_WINDOW].layout.page_bytes;
+    }
+    static int64_t token_bytes(const page_layout *layout) {
+        return int64_t(layout[0].page_bytes + layout[1].page_bytes) / PAGE_TOKENS;
+    }
+    // Bytes of cache that a step at the end of n tokens reads.
+    int64_t read_bytes(int64_t n) const { return read_bytes(store.pool[0].layout, store.pool[1].layout, n); }
+    static int64_t read_bytes(const page_layout &all, const page_layout &window, int64_t n) {
+        return (int64_t(all.page_bytes) * n + int64_t(window.page_bytes) * std::min<int64_t>(n, window.window)) /
+               PAGE_TOKENS;
+    }
+
+    digest name_before(int64_t page) const { return page ? names[size_t(page - 1)] : store.root; }
+    // The names of the complete pages of n tokens.
+    void set_names(const int32_t *tokens, int64_t n) {
+        for (int64_t i = int64_t(names.size()); i < n / PAGE_TOKENS; i++)
+            names.push_back(page_name(name_before(i), tokens + i * PAGE_TOKENS));
+    }
+
+  private:
+    static digest page_name(const digest &before, const int32_t *tokens) {
+        return sha256().value(before).add(tokens, PAGE_TOKENS * sizeof *tokens).finish();
+    }
+    uint64_t held(int kind) const {
+        const auto given_back = std::count(table[kind].begin(), table[kind].end(), -1);
+        return (table[kind].size() - size_t(given_back)) * store.pool[kind].layout.page_bytes;
+    }
+    void drop(int kind, size_t i) {
+        if (table[kind][i] >= 0)
+            store.pool[kind].release(table[kind][i]);
+        table[kind][i] = -1;
+    }
+    void cut(int64_t n) {
+        for (int kind = 0; kind < N_KINDS; kind++)
+            while (int64_t(table[kind].size()) > (n + PAGE_TOKENS - 1) / PAGE_TOKENS) {
+                drop(kind, table[kind].size() - 1);
+                table[kind].pop_back();
+            }
+        names.resize(std::min(names.size(), size_t(n / PAGE_TOKENS)));
+    }
+    void clear_window() {
+        for (size_t i = 0; i < table[SEES_WINDOW].size(); i++)
+            drop(SEES_WINDOW, i);
+        table[SEES_WINDOW].clear();
+    }
+    bool covered(int64_t n) const { // the window before n is here
+        const vector<int32_t> &t = table[SEES_WINDOW];
+        for (int64_t i = store.pool[SEES_WINDOW].layout.first_page(n); i * PAGE_TOKENS < n; i++)
+            if (i >= int64_t(t.size()) || t[size_t(i)] < 0)
+                return false;
+        return true;
+    }
+    // Takes over the window's pages before page k, all of which have names here. Returns false, with nothing changed,
+    // when one is nowhere. tokens: the timeline, when it may not be what the pages of this session hold.
+    bool take_window(int64_t k, const int32_t *tokens = nullptr) {
+        page_pool &pool = store.pool[SEES_WINDOW];
+        const int64_t first = pool.layout.first_page(k * PAGE_TOKENS);
+        vector<int32_t> found;
+        for (int64_t i = first; i < k; i++) {
+            const auto it = pool.names.find(names[size_t(i)]);
+            if (it == pool.names.end())
+                return false;
+            const page &p = pool.pages[size_t(it->second)];
+            if (!(p.before == name_before(i)) ||
+                (tokens && memcmp(p.tokens, tokens + i * PAGE_TOKENS, sizeof p.tokens)))
+                return false;
+            found.push_back(it->second);
+        }
+        for (int32_t id : found)
+            pool.hold(id);
+        clear_window();
+        table[SEES_WINDOW].assign(size_t(first), -1);
+        table[SEES_WINDOW].insert(table[SEES_WINDOW].end(), found.begin(), found.end());
+        return true;
+    }
+    void drop_checkpoint(size_t i) {
+        for (int32_t id : checkpoints[i].pages)
+            store.pool[SEES_WINDOW].release(id);
+        checkpoints.erase(checkpoints.begin() + std::ptrdiff_t(i));
+    }
+    // Removes the one whose neighbours are nearest to each other for its age, never the newest: they thin out with age.
+    void thin() {
+        size_t victim = 0;
+        double least = HUGE_VAL;
+        const int64_t end = checkpoints.back().pos;
+        for (size_t i = 0; i + 1 < checkpoints.size(); i++) {
+            const int64_t gap = checkpoints[i + 1].pos - (i ? checkpoints[i - 1].pos : 0);
+            const double score = double(gap) / double(end - checkpoints[i].pos + 1);
+            if (score < least)
+                least = score, victim = i;
+        }
+        drop_checkpoint(victim);
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------
@@ -6123,23 +6760,77 @@ struct kv_cache {
 // result depends on its own tokens only, not on what else is in the step.
 // ---------------------------------------------------------------------------------------------------
 
+static matmul_op matmul_args(const mat &w, int n_rows) {
+    matmul_op op = {};
+    op.n_rows = n_rows;
+    op.n_in = op.ld_x = w.n_in;
+    op.n_out = op.ld_y = w.n_out;
+    op.n_group = 1;
+    op.type = w.type;
+    return op;
+}
+
+static attend_op attend_args(const hparams &hp, int window, int n_rows, int64_t n_tokens) {
+    attend_op op = {};
+    op.n_rows = n_rows;
+    op.n_head = hp.n_head;
+    op.n_head_kv = hp.n_head_kv;
+    op.dim_k = hp.dim_k;
+    op.dim_v = hp.dim_v;
+    op.n_seg = 1;
+    op.window = window;
+    op.scale = hp.attn_scale;
+    for (op.bucket = PAGE_TOKENS; op.bucket < n_tokens && op.bucket < 1 << 30;)
+        op.bucket *= 2;
+    op.ld_q = hp.n_head * hp.dim_k;
+    op.ld_y = hp.n_head * hp.dim_v;
+    return op;
+}
+
+// Consecutive rows of one session in a step.
+struct slice {
+    const kv_cache *cache;
+    const int32_t *tokens; // [n_rows]
+    int n_rows;
+    int64_t pos;  // of the first
+    int out_from; // from this row on, logits are wanted
+    const std::atomic<bool> *cancel;
+};
+
 // Memory for the rows of one step, shared by all sessions of a model, and the host side of the step block.
 struct work_area {
-    int max_rows = 0;
-    mem x = {}, normed = {}, q = {}, k = {}, v = {}, att = {}, gate = {}, up = {}; // float [max_rows, width of each]
-    mem tail = {};   // float [max_rows, n_embd]: rows whose logits are wanted
+    int rows = 0, seqs = 0; // how many rows and sequences a step may have
+    mem x = {}, normed = {}, q = {}, k = {}, v = {}, att = {}, gate = {}, up = {}; // float [rows, width of each]
+    mem tail = {};   // float [rows, n_embd]: rows whose logits are wanted
     mem logits = {}; // float [OUT_ROWS, n_vocab]
     step st = {};    // device side
     vector<int32_t> token, pos, seq, out_row;
     vector<float> rotary;
+    vector<slice> slices;
 
-    template <class F> void each(F &&f) {
-        for (mem *m : {&x, &normed, &q, &k, &v, &att, &gate, &up, &tail, &logits, &st.token, &st.pos, &st.seq,
-                       &st.table[0], &st.table[1], &st.out_row, &st.rotary[0]})
-            f(*m);
+    // f(memory, bytes) for all of it, as large as its numbers say.
+    template <class F> void each(const hparams &hp, int n_rotary, int n_kinds, F &&f) {
+        const uint64_t r = uint64_t(rows), heads = uint64_t(hp.n_head), kv = uint64_t(hp.n_head_kv);
+        const uint64_t dk = uint64_t(hp.dim_k), dv = uint64_t(hp.dim_v);
+        for (mem *m : {&x, &normed, &tail})
+            f(*m, r * uint64_t(hp.n_embd) * 4);
+        f(q, r * heads * std::max(dk, dv) * 4); // attention's output rows are gathered here too
+        f(k, r * kv * dk * 4);
+        f(v, r * kv * dv * 4);
+        f(att, r * heads * dv * 4);
+        f(gate, r * uint64_t(hp.n_ff) * 4);
+        f(up, r * uint64_t(hp.n_ff) * 4);
+        f(logits, uint64_t(OUT_ROWS) * uint64_t(hp.n_vocab) * 4);
+        for (mem *m : {&st.token, &st.pos, &st.seq, &st.out_row})
+            f(*m, r * 4);
+        for (int i = 0; i < n_rotary; i++)
+            f(st.rotary[i], r * uint64_t(hp.n_rot) * 4);
+        for (int i = 0; i < n_kinds; i++)
+            f(st.table[i], uint64_t(seqs) * uint64_t(st.table_len) * 4);
     }
+    enum { OUT_ROWS = 32 }; // rows of logits computed at a time
 };
-enum { OUT_ROWS = 32 }; // rows of logits computed at a time
+enum { OUT_ROWS = work_area::OUT_ROWS };
 
 } // namespace
 
@@ -6150,53 +6841,120 @@ struct engine_model {
     std::unique_ptr<backend> be;
     const backend_ops *ops = nullptr;
     weights w;
-    page_layout layout = {};
+    digest fingerprint = {};         // when there are sessions
+    page_layout f16_layout[N_KINDS]; // of the default cache, for what is said about the model
     work_area work;
-    std::mutex mutex; // held while the backend computes
+    vector<float> rows;                         // [OUT_ROWS, n_vocab], where rows of logits are handed out
+    std::mutex mutex;                           // held while the backend computes, and for what follows
+    vector<std::unique_ptr<page_store>> stores; // one for each type of cache rows in use
+    int n_session = 0;
 
     engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
         : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
-    ~engine_model() { release(work); }
+    ~engine_model() {
+        release(work);
+        for (const auto &s : stores)
+            for (page_pool &p : s->pool)
+                if (p.data.handle)
+                    ops->free(be.get(), p.data);
+    }
 
-    // Makes the work area large enough for `rows` rows and a page table of `table_len`. When that fails, the old one
-    // stays.
-    void reserve(int rows, int table_len) {
-        if (rows <= work.max_rows && table_len <= work.st.table_len)
-            return;
-        const hparams &hp = w.hp;
-        work_area next;
-        next.max_rows = std::max(rows, work.max_rows);
-        next.st.table_len = std::max(table_len, work.st.table_len);
-        const auto alloc = [&](mem &to, uint64_t n_rows, uint64_t width) {
-            to = ops->alloc(be.get(), n_rows * width * 4);
-            if (!to.handle) {
-                release(next);
-                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill",
-                     double(n_rows * width) * 4 / (1 << 20));
-            }
+    int n_rotary() const { return w.freqs[1].empty() ? 1 : 2; }
+    int n_tables() const { return f16_layout[SEES_WINDOW].n_layer ? 2 : 1; }
+
+    // Bytes of a work area, and of the operations' scratch, for `rows` rows of `seqs` sequences of up to n_tokens.
+    uint64_t work_bytes(int n_rows, int seqs, int64_t n_tokens) {
+        uint64_t sum = 0;
+        work_area wa = sized(n_rows, seqs, n_tokens);
+        wa.each(w.hp, n_rotary(), n_tables(), [&](mem &, uint64_t bytes) { sum += bytes; });
+        return sum;
+    }
+    // What the operations of a step need at most, beside that.
+    uint64_t scratch_bytes(int n_rows, int64_t n_tokens, const page_layout *layout) {
+        uint64_t most = 0;
+        const auto count = [&](const mat &m, int rows) {
+            const matmul_op op = matmul_args(m, rows);
+            most = std::max(most, ops->matmul_scratch(be.get(), &op, &m));
         };
-        const uint64_t r = uint64_t(next.max_rows), heads = uint64_t(hp.n_head), kv = uint64_t(hp.n_head_kv);
-        const uint64_t dk = uint64_t(hp.dim_k), dv = uint64_t(hp.dim_v);
-        for (mem *to : {&next.x, &next.normed, &next.tail})
-            alloc(*to, r, uint64_t(hp.n_embd));
-        alloc(next.q, r, heads * std::max(dk, dv)); // attention's output rows are gathered here too
-        alloc(next.k, r, kv * dk);
-        alloc(next.v, r, kv * dv);
-        alloc(next.att, r, heads * dv);
-        alloc(next.gate, r, uint64_t(hp.n_ff));
-        alloc(next.up, r, uint64_t(hp.n_ff));
-        alloc(next.logits, OUT_ROWS, uint64_t(hp.n_vocab));
-        for (mem *to : {&next.st.token, &next.st.pos, &next.st.seq, &next.st.out_row})
-            alloc(*to, r, 1);
-        alloc(next.st.rotary[0], r, uint64_t(hp.n_rot));
-        alloc(next.st.table[0], 1, uint64_t(next.st.table_len));
+        for (const layer &l : w.layers)
+            for (const mat *m : {&l.wq, &l.wk, &l.wv, &l.wo, &l.gate, &l.up, &l.down})
+                count(*m, n_rows);
+        count(w.out, std::min<int>(n_rows, OUT_ROWS));
+        for (int kind = 0; kind < N_KINDS; kind++)
+            if (layout[kind].n_layer) {
+                const attend_op op = attend_args(w.hp, layout[kind].window, n_rows, n_tokens);
+                most = std::max(most, ops->attend_scratch(be.get(), &op, &layout[kind].first, n_tokens));
+            }
+        return most;
+    }
+
+    // Makes work area and scratch large enough. When that fails, the old ones stay.
+    void reserve(int n_rows, int seqs, int64_t n_tokens, const page_layout *layout) {
+        if (ops->reserve(be.get(), scratch_bytes(n_rows, n_tokens, layout)))
+            fail(ENGINE_ENOMEM, "out of memory for the operations' scratch space");
+        work_area next = sized(n_rows, seqs, n_tokens);
+        next.rows = std::max(next.rows, work.rows);
+        next.seqs = std::max(next.seqs, work.seqs);
+        next.st.table_len = std::max(next.st.table_len, work.st.table_len);
+        if (next.rows == work.rows && next.seqs == work.seqs && next.st.table_len == work.st.table_len)
+            return;
+        next.each(w.hp, n_rotary(), n_tables(), [&](mem &m, uint64_t bytes) {
+            m = ops->alloc(be.get(), bytes);
+            if (!m.handle) {
+                release(next);
+                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill", double(bytes) / (1 << 20));
+            }
+        });
         release(work);
         work = std::move(next);
     }
 
+    // The store for rows of this type.
+    page_store &store_for(int type) {
+        for (const auto &s : stores)
+            if (s->type == type)
+                return *s;
+        if (stores.empty())
+            fingerprint = ::fingerprint(file); // reads the file here and there: not when it is only opened
+        stores.emplace_back(new page_store(w, type, fingerprint));
+        return *stores.back();
+    }
+    // Makes its pools large enough for one more session, and sets that session's share aside.
+    void reserve_pages(page_store &store, const cache_share &share) {
+        std::lock_guard<std::mutex> lock(store.mutex);
+        for (int kind = 0; kind < N_KINDS; kind++) {
+            page_pool &p = store.pool[kind];
+            const uint64_t had = p.pages.size(), need = uint64_t(p.reserved + share.pages[kind]);
+            if (need <= had)
+                continue;
+            const mem grown = p.data.handle
+                                  ? ops->grow(be.get(), p.data, had * p.layout.page_bytes, need * p.layout.page_bytes)
+                                  : ops->alloc(be.get(), need * p.layout.page_bytes);
+            if (!grown.handle)
+                fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of KV cache",
+                     double(need * p.layout.page_bytes) / (1 << 20));
+            p.data = grown;
+            p.pages.resize(size_t(need));
+            vector<int32_t> unused; // the lowest is taken first
+            unused.reserve(size_t(need));
+            for (uint64_t id = need; id-- > had;)
+                unused.push_back(int32_t(id));
+            unused.insert(unused.end(), p.unused.begin(), p.unused.end());
+            p.unused.swap(unused);
+        }
+        for (int kind = 0; kind < N_KINDS; kind++)
+            store.pool[kind].reserved += share.pages[kind];
+    }
+
   private:
+    static work_area sized(int n_rows, int seqs, int64_t n_tokens) {
+        work_area wa;
+        wa.rows = n_rows, wa.seqs = seqs;
+        wa.st.table_len = int32_t((n_tokens + PAGE_TOKENS - 1) / PAGE_TOKENS);
+        return wa;
+    }
     void release(work_area &area) {
-        area.each([&](mem &m) {
+        area.each(w.hp, n_rotary(), n_tables(), [&](mem &m, uint64_t) {
             if (m.handle)
                 ops->free(be.get(), m);
             m = {};
@@ -6206,50 +6964,54 @@ struct engine_model {
 
 namespace {
 
-// Uploads what this step's operations read: tokens, positions, page table, and the rotary rows, which the host computes
-// in double because a float angle of a late position has few digits left.
-static void put_step(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0,
-                     int out_from) {
+// Uploads what this step's operations read: tokens, positions, page tables, and the rotary rows, which the host
+// computes in double because a float angle of a late position has few digits left. Returns the number of rows whose
+// logits are wanted.
+static int put_step(engine_model &m, const slice *slices, int n_slice) {
     work_area &wa = m.work;
     const hparams &hp = m.w.hp;
-    const size_t n = size_t(n_rows), half = size_t(hp.n_rot) / 2;
-    wa.token.assign(tokens, tokens + n);
-    wa.seq.assign(n, 0);
-    wa.pos.resize(n);
-    wa.out_row.clear();
-    wa.rotary.resize(n * half * 2);
-    for (size_t t = 0; t < n; t++) {
-        wa.pos[t] = int32_t(pos0 + int64_t(t));
-        if (int(t) >= out_from)
-            wa.out_row.push_back(int32_t(t));
-        float *cs = &wa.rotary[t * half * 2];
-        for (size_t i = 0; i < half; i++) {
-            double s, c;
-            exact_sin_cos(double(wa.pos[t]) * m.w.freqs[0][i], &s, &c);
-            cs[2 * i] = float(c * double(hp.rope_scale));
-            cs[2 * i + 1] = float(s * double(hp.rope_scale));
-        }
-    }
     const auto put = [&](mem to, const void *from, size_t count) {
         if (count)
             m.ops->put(m.be.get(), to, from, count * 4);
     };
-    put(wa.st.token, wa.token.data(), n);
-    put(wa.st.pos, wa.pos.data(), n);
-    put(wa.st.seq, wa.seq.data(), n);
+    wa.token.clear(), wa.pos.clear(), wa.seq.clear(), wa.out_row.clear();
+    for (int i = 0; i < n_slice; i++) {
+        const slice &sl = slices[i];
+        for (int t = 0; t < sl.n_rows; t++) {
+            if (t >= sl.out_from)
+                wa.out_row.push_back(int32_t(wa.token.size()));
+            wa.token.push_back(sl.tokens[t]);
+            wa.pos.push_back(int32_t(sl.pos + t));
+            wa.seq.push_back(i);
+        }
+        for (int kind = 0; kind < m.n_tables(); kind++) {
+            mem to = wa.st.table[kind];
+            to.offset += uint64_t(i) * uint64_t(wa.st.table_len) * 4;
+            put(to, sl.cache->table[kind].data(), sl.cache->table[kind].size());
+        }
+    }
+    put(wa.st.token, wa.token.data(), wa.token.size());
+    put(wa.st.pos, wa.pos.data(), wa.pos.size());
+    put(wa.st.seq, wa.seq.data(), wa.seq.size());
     put(wa.st.out_row, wa.out_row.data(), wa.out_row.size());
-    put(wa.st.table[0], cache.table.data(), cache.table.size());
-    put(wa.st.rotary[0], wa.rotary.data(), wa.rotary.size());
+    const size_t half = size_t(hp.n_rot) / 2;
+    for (int i = 0; i < m.n_rotary(); i++) {
+        wa.rotary.clear();
+        for (const int32_t pos : wa.pos)
+            for (size_t k = 0; k < half; k++) {
+                double s, c;
+                exact_sin_cos(double(pos) * m.w.freqs[i][k], &s, &c);
+                wa.rotary.push_back(float(c * double(hp.rope_scale)));
+                wa.rotary.push_back(float(s * double(hp.rope_scale)));
+            }
+        put(wa.st.rotary[i], wa.rotary.data(), wa.rotary.size());
+    }
+    return int(wa.out_row.size());
 }
 
 // The helper for every weight: y = W x (+ bias), or y += when `accumulate`.
 static void matmul(engine_model &m, mem y, const mat &w, mem bias, mem x, int n_rows, bool accumulate = false) {
-    matmul_op op = {};
-    op.n_rows = n_rows;
-    op.n_in = op.ld_x = w.n_in;
-    op.n_out = op.ld_y = w.n_out;
-    op.n_group = 1;
-    op.type = w.type;
+    matmul_op op = matmul_args(w, n_rows);
     op.accumulate = accumulate;
     op.has_bias = bias.handle != nullptr;
     m.ops->matmul(m.be.get(), &op, y, &w, x, bias);
@@ -6309,20 +7071,8 @@ static void attention_inputs(engine_model &m, const layer &l, const seg &s, int 
     m.ops->kv_put(m.be.get(), &put, &s, wa.k, wa.v, &wa.st);
 }
 
-static void attend_rows(engine_model &m, const seg &s, int n_rows, int64_t n_tokens) {
-    const hparams &hp = m.w.hp;
-    attend_op op = {};
-    op.n_rows = n_rows;
-    op.n_head = hp.n_head;
-    op.n_head_kv = hp.n_head_kv;
-    op.dim_k = hp.dim_k;
-    op.dim_v = hp.dim_v;
-    op.n_seg = 1;
-    op.scale = hp.attn_scale;
-    for (op.bucket = PAGE_TOKENS; op.bucket < n_tokens;)
-        op.bucket *= 2;
-    op.ld_q = hp.n_head * hp.dim_k;
-    op.ld_y = hp.n_head * hp.dim_v;
+static void attend_rows(engine_model &m, const layer &l, const seg &s, int n_rows, int64_t n_tokens) {
+    const attend_op op = attend_args(m.w.hp, l.window, n_rows, n_tokens);
     const seg segs[2] = {s, {}};
     m.ops->attend(m.be.get(), &op, m.work.att, m.work.q, segs, mem(), &m.work.st);
 }
@@ -6341,31 +7091,35 @@ static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
     matmul(m, x, l.down, l.b_down, wa.gate, n_rows, true);
 }
 
-// Evaluates tokens [n_rows] at positions pos0 and up of the cache, which must have room. The final hidden states of
-// rows out_from to n_rows - 1 are left in work.tail. Returns false, with nothing lost, when `cancel` became true on the
-// way.
-static bool forward(engine_model &m, const kv_cache &cache, const int32_t *tokens, int n_rows, int64_t pos0,
-                    int out_from, const std::atomic<bool> &cancel) {
+// Evaluates the slices, whose pages must be there. The final hidden states of the rows whose logits are wanted are left
+// in work.tail, in order. Returns false, with nothing lost, when one of the slices was cancelled on the way.
+static bool forward(engine_model &m, const page_store &store, const slice *slices, int n_slice) {
     const hparams &hp = m.w.hp;
     work_area &wa = m.work;
-    put_step(m, cache, tokens, n_rows, pos0, out_from);
+    const int n_out = put_step(m, slices, n_slice), n_rows = int(wa.token.size());
+    int64_t n_tokens = 0; // of the longest sequence
+    for (int i = 0; i < n_slice; i++)
+        n_tokens = std::max(n_tokens, slices[i].pos + slices[i].n_rows);
     embed_op em = {};
     em.n_rows = n_rows;
     em.n = hp.n_embd;
     em.type = m.w.embed.type;
     em.scale = 1;
     m.ops->embed(m.be.get(), &em, wa.x, &m.w.embed, &wa.st);
-    const int n_out = n_rows - out_from;
+    int seen[N_KINDS] = {}; // layers of each kind so far
     for (int i = 0; i < hp.n_layer; i++) {
-        if (cancel.load())
-            return false;
+        for (int k = 0; k < n_slice; k++)
+            if (slices[k].cancel->load())
+                return false;
         const layer &l = m.w.layers[size_t(i)];
-        const seg s = cache.layout.of_layer(cache.base(), i);
+        const int kind = l.window ? SEES_WINDOW : SEES_ALL;
+        const page_pool &pool = store.pool[kind];
+        const seg s = pool.layout.of_layer(pool.data, seen[kind]++);
         attention_inputs(m, l, s, n_rows);
         const bool last = i + 1 == hp.n_layer;
         if (last && n_out == 0)
             break; // later rows need this layer's keys and values, and nothing else of it
-        attend_rows(m, s, n_rows, pos0 + n_rows);
+        attend_rows(m, l, s, n_rows, n_tokens);
         if (last && n_out < n_rows) {
             rows(m, wa.tail, wa.x, n_out, hp.n_embd);
             rows(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
@@ -6488,10 +7242,19 @@ static int32_t sample(const vector<float> &logits, const engine_sampling &opt, u
 // ---------------------------------------------------------------------------------------------------
 // 12. SESSION
 //
-// One timeline of tokens on a model: what is evaluated, what is pending, the logits of its end, and the
-// loop that generates text. Returns ENGINE_E* codes instead of throwing. Invariant: the cache holds exactly
-// the rows of tokens[0, n_done); the logits, when present, belong to position n_done - 1.
+// One timeline of tokens on a model: what is evaluated, what is pending, the logits of its end, batches of
+// several, the file of one, and the loop that generates text. Returns ENGINE_E* codes instead of throwing,
+// but for files. Invariant: the cache holds exactly the rows of tokens[0, n_done); the logits, when present,
+// belong to position n_done - 1.
 // ---------------------------------------------------------------------------------------------------
+
+// The part of a session in one pass through the model.
+struct pass_item {
+    engine_session *session;
+    int n;            // tokens, from n_done on
+    bool last;        // they end the timeline: the last one's logits are wanted
+    size_t no, index; // what a step function is told: which item, and the first token's index in it
+};
 
 } // namespace
 
@@ -6501,10 +7264,12 @@ struct engine_session {
     kv_cache cache;
     vector<int32_t> tokens; // the timeline
     int64_t n_done = 0;     // of these, evaluated
+    int64_t keep_at = 0; // a position to make a checkpoint at when evaluation comes by: where a prompt took another way
     bool have_logits = false;
-    vector<float> logits;   // [n_vocab]
-    vector<float> rows;     // [OUT_ROWS, n_vocab], when logits of all rows are wanted
-    vector<candidate> pick; // the sampler's room
+    vector<float> logits;    // [n_vocab]
+    vector<candidate> pick;  // the sampler's room
+    vector<pass_item> items; // of the pass that evaluates it, and those beside it
+    string note;             // the caller's bytes
     std::atomic<bool> cancel{false};
     bool busy = false;             // a call is computing; callbacks may not start another
     int64_t bad_row = 0;           // ENGINE_ENUMERIC: the token whose logits are not finite
@@ -6514,16 +7279,24 @@ struct engine_session {
     engine_session_stats stats = {};
     vector<float> itl; // seconds of the last decode steps, a ring of ITL_STEPS
 
-    engine_session(engine_model &m, int ctx, int rows)
-        : model(m), n_ctx(ctx), chunk(rows), cache(m.layout, ctx), logits(size_t(m.w.hp.n_vocab)) {
+    engine_session(engine_model &m, page_store &store, const cache_share &share, int ctx, int rows)
+        : model(m), n_ctx(ctx), chunk(rows), cache(store, share, ctx), logits(size_t(m.w.hp.n_vocab)) {
         tokens.reserve(size_t(ctx));
         pick.reserve(logits.size());
         itl.reserve(ITL_STEPS);
+        items.reserve(1);
+    }
+    // Bytes of the arrays above.
+    static int64_t host_bytes(int64_t n_ctx, int64_t n_vocab) {
+        return n_ctx * int64_t(sizeof(int32_t)) + n_vocab * int64_t(sizeof(float) + sizeof(candidate)) +
+               int64_t(ITL_STEPS * sizeof(float));
     }
     enum { ITL_STEPS = 4096 };
 };
 
 namespace {
+
+enum { CHECKPOINT_TOKENS = 4096 };
 
 static bool all_finite(const float *x, size_t n) {
     uint32_t most = 0; // the largest magnitude, as bits: infinity and NaN lie above every finite number
@@ -6542,80 +7315,141 @@ static int finish(engine_session &s) {
     return !s.failure ? ENGINE_OK : no_memory ? ENGINE_ENOMEM : ENGINE_EINTERNAL;
 }
 
-// Passes the logits of the n rows that forward left in the work area to fn, in order; fn knows the first as `index`.
-static int visit_logits(engine_session &s, int n, engine_logits_fn fn, void *user, int64_t index) {
-    const size_t width = s.logits.size();
-    for (int r = 0; r < n; r += OUT_ROWS) {
-        const int count = std::min(n - r, int(OUT_ROWS));
-        read_logits(s.model, r, count, s.rows.data());
-        if (const int code = finish(s))
-            return code;
-        for (int i = 0; i < count; i++) {
-            const float *row = &s.rows[size_t(i) * width];
-            if (!all_finite(row, width)) {
-                s.bad_row = s.n_done + r + i;
+// Hands out the logits of the pass' rows, of which there are n: all to fn, if there is one, and those of each
+// timeline's end to its session.
+static int deliver_logits(engine_model &m, const vector<pass_item> &items, int n, engine_step_fn fn, void *user) {
+    const size_t width = size_t(m.w.hp.n_vocab);
+    if (n == 1 && !fn) { // a decode step
+        for (const pass_item &it : items)
+            if (it.last) {
+                read_logits(m, 0, 1, it.session->logits.data());
+                if (const int code = finish(*it.session))
+                    return code;
+                it.session->bad_row = it.session->n_done + it.n - 1;
+                return all_finite(it.session->logits.data(), width) ? ENGINE_OK : ENGINE_ENUMERIC;
+            }
+    }
+    int row = 0; // of those whose logits are wanted
+    for (const pass_item &it : items)
+        for (int i = fn ? 0 : it.last ? it.n - 1 : it.n; i < it.n; i++, row++) {
+            if (row % OUT_ROWS == 0) {
+                read_logits(m, row, std::min(n - row, int(OUT_ROWS)), m.rows.data());
+                if (const int code = finish(*it.session))
+                    return code;
+            }
+            const float *logits = &m.rows[size_t(row % OUT_ROWS) * width];
+            if (!all_finite(logits, width)) {
+                it.session->bad_row = it.session->n_done + i;
                 return ENGINE_ENUMERIC;
             }
-            if (fn(user, size_t(index + r + i), row))
+            if (fn && fn(user, it.no, it.index + size_t(i), logits))
                 return ENGINE_ECANCELLED;
-            std::copy(row, row + width, s.logits.begin());
+            if (it.last && i == it.n - 1)
+                std::copy(logits, logits + width, it.session->logits.begin());
         }
-    }
     return ENGINE_OK;
 }
 
-// One chunk, under the model's lock: n tokens from n_done on.
-static int evaluate_chunk(engine_session &s, int n, bool last, engine_logits_fn fn, void *user, int64_t index) {
-    engine_model &m = s.model;
-    std::lock_guard<std::mutex> lock(m.mutex);
-    s.cache.resize(s.n_done + n);
-    const int out_from = fn ? 0 : last ? n - 1 : n;
-    if (!forward(m, s.cache, &s.tokens[size_t(s.n_done)], n, s.n_done, out_from, s.cancel)) {
-        finish(s);
-        return ENGINE_ECANCELLED;
-    }
-    if (fn)
-        return visit_logits(s, n, fn, user, index);
-    if (last)
-        read_logits(m, 0, 1, s.logits.data());
-    if (const int code = finish(s))
-        return code;
-    if (last && !all_finite(s.logits.data(), s.logits.size())) {
-        s.bad_row = s.n_done + n - 1;
-        return ENGINE_ENUMERIC;
-    }
-    return ENGINE_OK;
-}
-
-// Evaluates the pending tokens, chunk by chunk. With fn the logits of every row go to it, else only the last row's are
-// kept.
-static int evaluate(engine_session &s, engine_logits_fn fn = nullptr, void *user = nullptr) {
-    const int64_t first = s.n_done, total = int64_t(s.tokens.size());
-    while (s.n_done < total) {
-        const int n = int(std::min<int64_t>(s.chunk, total - s.n_done));
-        const bool last = s.n_done + n == total;
+// Shortens the timeline. The logits go, unless they are those of its end. Where layers see a window only, evaluation
+// may have to go on from before its new end.
+static void truncate(engine_session &s, size_t n) {
+    if (n < s.tokens.size())
+        s.tokens.resize(n);
+    if (s.n_done > int64_t(n))
         s.have_logits = false;
-        if (const int code = evaluate_chunk(s, n, last, fn, user, s.n_done - first)) {
-            s.cache.resize(s.n_done);
-            return code;
+    std::lock_guard<std::mutex> lock(s.cache.store.mutex);
+    s.n_done = s.cache.rewind(std::min(s.n_done, int64_t(n)));
+}
+
+// One pass, under the model's lock. On failure nothing of it counts.
+static int evaluate_pass(engine_model &m, const vector<pass_item> &items, engine_step_fn fn, void *user) {
+    std::lock_guard<std::mutex> lock(m.mutex);
+    if (m.rows.empty() && (fn || items.size() > 1))
+        m.rows.resize(size_t(OUT_ROWS) * size_t(m.w.hp.n_vocab));
+    page_store &store = items[0].session->cache.store;
+    vector<slice> &slices = m.work.slices;
+    slices.clear();
+    int n_out = 0;
+    for (const pass_item &it : items) {
+        engine_session &s = *it.session;
+        s.have_logits = false;
+        {
+            std::lock_guard<std::mutex> pages(store.mutex);
+            s.cache.prepare(s.n_done, it.n, [&](int kind, int32_t to, int32_t from) {
+                const page_pool &p = store.pool[kind];
+                m.ops->copy(m.be.get(), p.at(to), p.at(from), p.layout.page_bytes);
+            });
         }
-        s.n_done += n;
-        s.have_logits = last;
-        if (!last && s.progress && s.progress(s.progress_user, s.n_done - first, total - first))
+        const int out_from = fn ? 0 : it.last ? it.n - 1 : it.n;
+        n_out += it.n - out_from;
+        slices.push_back({&s.cache, &s.tokens[size_t(s.n_done)], it.n, s.n_done, out_from, &s.cancel});
+    }
+    int code = forward(m, store, slices.data(), int(slices.size())) ? ENGINE_OK : ENGINE_ECANCELLED;
+    if (!code)
+        code = deliver_logits(m, items, n_out, fn, user);
+    const int error = finish(*items[0].session);
+    code = code ? code : error;
+    std::lock_guard<std::mutex> pages(store.mutex);
+    for (const pass_item &it : items) {
+        engine_session &s = *it.session;
+        if (code) {
+            s.failure = items[0].session->failure;
+            s.n_done = s.cache.rewind(s.n_done);
+            continue;
+        }
+        const int64_t from = s.n_done;
+        s.n_done += it.n;
+        s.have_logits = it.last;
+        s.cache.complete(s.tokens.data(), from, s.n_done);
+        if (s.n_done / CHECKPOINT_TOKENS > from / CHECKPOINT_TOKENS)
+            s.cache.keep_checkpoint(s.n_done / CHECKPOINT_TOKENS * CHECKPOINT_TOKENS);
+        if (s.keep_at > from && s.keep_at <= s.n_done)
+            s.cache.keep_checkpoint(s.keep_at);
+        s.stats.evaluated += it.n;
+    }
+    return code;
+}
+
+// Evaluates the pending tokens of several sessions, as many in one pass as the smallest chunk allows. firsts: where the
+// tokens begin that fn is told about, for each session.
+static int evaluate(engine_session *const *sessions, const size_t *firsts, size_t n_session, engine_step_fn fn,
+                    void *user) {
+    engine_model &m = sessions[0]->model;
+    int64_t room = sessions[0]->chunk, done = 0, total = 0;
+    for (size_t i = 0; i < n_session; i++) {
+        room = std::min<int64_t>(room, sessions[i]->chunk);
+        total += int64_t(sessions[i]->tokens.size()) - sessions[i]->n_done;
+    }
+    for (vector<pass_item> &items = sessions[0]->items; done < total;) {
+        items.clear();
+        int64_t left = room;
+        for (size_t i = 0; i < n_session && left > 0; i++) {
+            engine_session &s = *sessions[i];
+            const int64_t pending = int64_t(s.tokens.size()) - s.n_done;
+            // With fn, rows that it is not told about go in passes of their own.
+            const int64_t before = fn ? int64_t(firsts[i]) - s.n_done : 0;
+            if (before > 0 && !items.empty())
+                break;
+            const int64_t n = std::min(before > 0 ? before : pending, left);
+            if (n > 0)
+                items.push_back({&s, int(n), n == pending, i, size_t(s.n_done) - firsts[i]});
+            left = before > 0 ? 0 : left - n;
+        }
+        const bool told = fn && size_t(items[0].session->n_done) >= firsts[items[0].no];
+        if (const int code = evaluate_pass(m, items, told ? fn : nullptr, user))
+            return code;
+        for (const pass_item &it : items)
+            done += it.n;
+        const engine_session &s = *sessions[0];
+        if (done < total && s.progress && s.progress(s.progress_user, done, total))
             return ENGINE_ECANCELLED;
     }
     return ENGINE_OK;
 }
 
-// Shortens the timeline. The logits go, unless they are those of its end.
-static void truncate(engine_session &s, size_t n) {
-    if (n < s.tokens.size())
-        s.tokens.resize(n);
-    if (s.n_done > int64_t(n)) {
-        s.n_done = int64_t(n);
-        s.have_logits = false;
-    }
-    s.cache.resize(s.n_done);
+static int evaluate(engine_session &s, size_t first = 0, engine_step_fn fn = nullptr, void *user = nullptr) {
+    engine_session *const one[] = {&s};
+    return evaluate(one, &first, 1, fn, user);
 }
 
 // A decode step took `seconds`.
@@ -6626,7 +7460,14 @@ static void count_step(engine_session &s, double seconds) {
         s.itl[size_t(s.stats.decode_tokens) % engine_session::ITL_STEPS] = float(seconds);
     s.stats.decode_tokens++;
     s.stats.decode_seconds += seconds;
-    s.stats.decode_bytes += s.model.w.decode_bytes + s.n_done * int64_t(s.model.layout.page_bytes / PAGE_TOKENS);
+    s.stats.decode_bytes += s.model.w.decode_bytes + s.cache.read_bytes(s.n_done);
+}
+
+// Makes sure that the last `count` tokens of what is evaluated are evaluated again.
+static void step_back(engine_session &s, int64_t count) {
+    s.have_logits = false;
+    std::lock_guard<std::mutex> lock(s.cache.store.mutex);
+    s.n_done = s.cache.rewind(s.n_done - count);
 }
 
 // Evaluates what is pending; should the end have no logits (after a rewind), its last token again. A single pending
@@ -6637,13 +7478,502 @@ static int settle(engine_session &s, double since = 0) {
     if (s.n_done == int64_t(s.tokens.size()) && s.have_logits)
         return ENGINE_OK;
     if (s.n_done == int64_t(s.tokens.size()))
-        s.n_done--;
+        step_back(s, 1);
     const bool step = int64_t(s.tokens.size()) - s.n_done == 1;
     const double start = since ? since : now_seconds();
     const int code = evaluate(s);
     if (!code && step)
         count_step(s, now_seconds() - start);
     return code;
+}
+
+// The end of a call is a position that one may come back to: one token before it, because the last one is evaluated
+// again for its logits.
+static void keep_position(engine_session &s) {
+    std::lock_guard<std::mutex> lock(s.cache.store.mutex);
+    s.cache.keep_checkpoint(s.n_done - 1);
+}
+
+// engine_sync. Returns a code; the number of tokens that need no evaluation goes into the statistics.
+static int sync_to(engine_session &s, const int32_t *ids, size_t n) {
+    const double start = now_seconds();
+    size_t same = 0;
+    while (same < n && same < s.tokens.size() && s.tokens[same] == ids[same])
+        same++;
+    truncate(s, same);
+    const int64_t own = s.n_done, evaluated = s.stats.evaluated;
+    {
+        std::lock_guard<std::mutex> lock(s.cache.store.mutex);
+        s.n_done = s.cache.adopt(ids, int64_t(n), own);
+    }
+    s.have_logits = s.have_logits && s.n_done == own;
+    const int64_t shared = s.n_done - own;
+    s.tokens.assign(ids, ids + n);
+    s.keep_at = int64_t(same);
+    if (n && s.n_done == int64_t(n) && !s.have_logits)
+        step_back(s, 1);
+    s.stats = {};
+    s.stats.evaluated = evaluated;
+    s.itl.clear();
+    s.stats.prompt_tokens = int64_t(n);
+    s.stats.reused_tokens = s.n_done;
+    s.stats.shared_tokens = std::min(shared, s.n_done);
+    const int code = evaluate(s);
+    s.stats.prefill_seconds = now_seconds() - start;
+    if (code)
+        truncate(s, size_t(s.n_done));
+    else
+        keep_position(s);
+    return code;
+}
+
+// Appends ids[i] to sessions[i] and evaluates; with fn the logits of all of these go to it. On failure each timeline
+// ends where its evaluation did, but not before what it was.
+static int append(engine_session *const *sessions, const engine_batch_item *items, size_t n_items, engine_step_fn fn,
+                  void *user) {
+    vector<size_t> before;
+    for (size_t i = 0; i < n_items; i++) {
+        vector<int32_t> &tokens = sessions[i]->tokens;
+        before.push_back(tokens.size());
+        tokens.insert(tokens.end(), items[i].ids, items[i].ids + items[i].n);
+    }
+    const int code = fn || n_items > 1             ? evaluate(sessions, before.data(), n_items, fn, user)
+                     : sessions[0]->tokens.empty() ? int(ENGINE_OK)
+                                                   : settle(*sessions[0]);
+    for (size_t i = 0; code && i < n_items; i++)
+        truncate(*sessions[i], std::max(size_t(sessions[i]->n_done), before[i]));
+    return code;
+}
+
+// --- sessions on disk
+//
+// A file is a head, its hash, and pages, each followed by a hash over head, page and number. The head: session_head,
+// tokens int32 [n_tokens], the note, rows int32 [pages] (how many rows of each page count; the others are zeros), then
+// for each checkpoint a checkpoint_head and the numbers of its pages. Pages of layers that see everything come first,
+// in order; then those of window layers, of which the last n_tail are the timeline's own.
+
+struct session_head {
+    char magic[8]; // session_magic
+    uint32_t version, numerics;
+    digest fingerprint;
+    int32_t type;
+    uint32_t n_checkpoint;
+    uint64_t page_bytes[N_KINDS];
+    uint64_t n_tokens, n_done, n_note, n_pages[N_KINDS], n_tail;
+};
+struct checkpoint_head {
+    int64_t pos, first;
+    uint64_t n_pages;
+};
+static const char session_magic[8] = {'e', 'n', 'g', 's', 'e', 's', 's', '\n'};
+enum { SESSION_VERSION = 1 };
+
+struct descriptor {
+    int fd = -1;
+    ~descriptor() { reset(); }
+    void reset(int next = -1) {
+        if (fd >= 0)
+            close(fd);
+        fd = next;
+    }
+    descriptor() = default;
+    descriptor(const descriptor &) = delete;
+};
+
+// A file that becomes `path` when it is complete. Until then it is path.part, which a crash leaves behind and the next
+// one overwrites; a lock keeps two writers apart.
+struct file_writer {
+    string path, part;
+    descriptor file;
+    bool committed = false;
+
+    explicit file_writer(const char *name) : path(name) {
+        char real[PATH_MAX];
+        if (realpath(name, real)) // the file that a link leads to is replaced, not the link
+            path = real;
+        part = path + ".part";
+        struct stat open_file, named;
+        do {
+            file.reset(open(part.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+            if (file.fd < 0 || fstat(file.fd, &open_file))
+                error("cannot be created");
+            if (flock(file.fd, LOCK_EX | LOCK_NB))
+                error("is being written by another process");
+            // Another writer may have renamed it between our opening and our locking.
+        } while (stat(part.c_str(), &named) || named.st_ino != open_file.st_ino || named.st_dev != open_file.st_dev);
+        if (!S_ISREG(open_file.st_mode) || ftruncate(file.fd, 0) || fchmod(file.fd, 0600))
+            error("cannot be written");
+    }
+    file_writer(const file_writer &) = delete;
+    ~file_writer() {
+        if (!committed)
+            unlink(part.c_str());
+    }
+    [[noreturn]] void error(const char *what) {
+        fail(ENGINE_EIO, "%s: %s: %s", show_path(part).c_str(), what, strerror(errno));
+    }
+    void write_all(const void *data, size_t bytes) {
+        for (const char *p = static_cast<const char *>(data); bytes;) {
+            const ssize_t n = write(file.fd, p, std::min(bytes, size_t(1) << 30));
+            if (n < 0 && errno != EINTR)
+                error("cannot be written");
+            p += std::max<ssize_t>(n, 0), bytes -= size_t(std::max<ssize_t>(n, 0));
+        }
+    }
+    void commit() {
+        if (fsync(file.fd))
+            error("cannot be written");
+        if (rename(part.c_str(), path.c_str()))
+            fail(ENGINE_EIO, "%s: cannot be replaced: %s", show_path(path).c_str(), strerror(errno));
+        committed = true;
+        const size_t slash = path.find_last_of('/');
+        descriptor dir;
+        dir.reset(open(slash == string::npos ? "." : path.substr(0, slash + 1).c_str(), O_RDONLY | O_CLOEXEC));
+        if (dir.fd >= 0)
+            fsync(dir.fd); // the name as well; some file systems cannot, and then it comes a little later
+    }
+};
+
+// What a saved page needs beside its bytes.
+struct saved_page {
+    int32_t id;    // in the pool
+    int32_t rows;  // that count
+    int64_t index; // in the timeline
+};
+
+static digest page_digest(const digest &head, uint64_t no, const buffer &page) {
+    return sha256().value(head).value(no).add(page.data, page.size).finish();
+}
+
+// Rows from `rows` on become zeros: what was there belongs to something that has been rewound.
+static void clear_rows(const page_layout &l, uint8_t *bytes, int32_t rows) {
+    const uint64_t heads = l.first.v_offset / (PAGE_TOKENS * l.first.k_row_bytes);
+    for (int i = 0; i < l.n_layer; i++)
+        for (uint64_t h = 0; h < heads; h++)
+            for (const bool is_key : {true, false}) {
+                const uint64_t row = is_key ? l.first.k_row_bytes : l.first.v_row_bytes;
+                uint8_t *base = bytes + uint64_t(i) * l.layer_bytes + (is_key ? l.first.k_offset : l.first.v_offset);
+                base += h * PAGE_TOKENS * row;
+                memset(base + uint64_t(rows) * row, 0, uint64_t(PAGE_TOKENS - rows) * row);
+            }
+}
+
+static void save(engine_session &s, const char *path) {
+    page_store &store = s.cache.store;
+    vector<saved_page> pages[N_KINDS];
+    session_head head = {};
+    string bytes;
+    const auto rows_of = [](int64_t n, int64_t page) {
+        return int32_t(std::min<int64_t>(PAGE_TOKENS, n - page * PAGE_TOKENS));
+    };
+    {
+        std::lock_guard<std::mutex> lock(store.mutex);
+        const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
+        for (size_t i = 0; i < all.size(); i++)
+            pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+        vector<saved_page> tail;
+        for (size_t i = 0; i < window.size(); i++)
+            if (window[i] >= 0)
+                tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+        string marks;
+        const auto number_of = [&](const saved_page &p) { // of a checkpoint's page; tail pages get theirs afterwards
+            for (size_t i = 0; i < tail.size(); i++)
+                if (tail[i].id == p.id)
+                    return int64_t(-1 - int64_t(i));
+            vector<saved_page> &list = pages[SEES_WINDOW];
+            for (size_t i = 0; i < list.size(); i++)
+                if (list[i].id == p.id) {
+                    list[i].rows = std::max(list[i].rows, p.rows);
+                    return int64_t(i);
+                }
+            list.push_back(p);
+            return int64_t(list.size()) - 1;
+        };
+        vector<vector<int64_t>> numbers;
+        for (const checkpoint &c : s.cache.checkpoints) {
+            numbers.emplace_back();
+            for (size_t i = 0; i < c.pages.size(); i++) {
+                const int64_t index = c.first + int64_t(i);
+                numbers.back().push_back(number_of({c.pages[i], rows_of(c.pos, index), index}));
+            }
+        }
+        const int64_t n_kept = int64_t(pages[SEES_WINDOW].size());
+        pages[SEES_WINDOW].insert(pages[SEES_WINDOW].end(), tail.begin(), tail.end());
+
+        memcpy(head.magic, session_magic, sizeof head.magic);
+        head.version = SESSION_VERSION, head.numerics = NUMERICS_VERSION;
+        head.fingerprint = s.model.fingerprint;
+        head.type = store.type;
+        head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
+        head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
+        head.n_tail = tail.size();
+        for (int kind = 0; kind < N_KINDS; kind++) {
+            head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
+            head.n_pages[kind] = pages[kind].size();
+        }
+        const auto put = [&](const void *p, size_t n) { bytes.append(static_cast<const char *>(p), n); };
+        put(&head, sizeof head);
+        put(s.tokens.data(), s.tokens.size() * sizeof(int32_t));
+        bytes += s.note;
+        for (const vector<saved_page> &list : pages)
+            for (const saved_page &p : list)
+                put(&p.rows, sizeof p.rows);
+        for (size_t c = 0; c < numbers.size(); c++) {
+            const checkpoint &from = s.cache.checkpoints[c];
+            const checkpoint_head h = {from.pos, from.first, from.pages.size()};
+            put(&h, sizeof h);
+            for (int64_t no : numbers[c]) {
+                no = no < 0 ? n_kept - 1 - no : no;
+                put(&no, sizeof no);
+            }
+        }
+    }
+    file_writer out(path);
+    const digest sum = sha256().add(bytes.data(), bytes.size()).finish();
+    out.write_all(bytes.data(), bytes.size());
+    out.write_all(&sum, sizeof sum);
+    uint64_t no = 0;
+    for (int kind = 0; kind < N_KINDS; kind++) {
+        const page_pool &pool = store.pool[kind];
+        const buffer page(size_t(pool.layout.page_bytes), "a page");
+        for (const saved_page &p : pages[kind]) {
+            {
+                std::lock_guard<std::mutex> lock(s.model.mutex);
+                s.model.ops->get(s.model.be.get(), page.data, pool.at(p.id), page.size);
+                if (const int code = finish(s))
+                    fail(code, "%s", s.failure);
+            }
+            clear_rows(pool.layout, page.data, p.rows);
+            const digest d = page_digest(sum, no++, page);
+            out.write_all(page.data, page.size);
+            out.write_all(&d, sizeof d);
+        }
+    }
+    out.commit();
+}
+
+// A session file that is open for reading: every number in its head is checked against the file's size, the model and
+// the session before it is used.
+struct session_file {
+    string path;
+    descriptor file;
+    session_head head = {};
+    buffer bytes; // the whole head
+    digest sum;
+    vector<int32_t> tokens, rows; // the timeline; of each page, how many rows count
+    string note;
+    vector<checkpoint> checkpoints; // with numbers of pages in the file
+
+    session_file(const char *name, const engine_session &s) : path(name) {
+        struct stat st;
+        file.reset(open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK)); // a pipe must not keep us waiting
+        if (file.fd < 0 || fstat(file.fd, &st))
+            fail(ENGINE_EIO, "%s: %s", show_path(path).c_str(), strerror(errno));
+        if (!S_ISREG(st.st_mode))
+            bad("is not a file");
+        if (uint64_t(st.st_size) < sizeof head + sizeof sum)
+            bad("is too short for a session: %lld bytes", (long long)st.st_size);
+        read_at(0, &head, sizeof head);
+        check_head(s);
+        const uint64_t size = uint64_t(st.st_size), n_pages = head.n_pages[0] + head.n_pages[1];
+        // The numbers are below 2^40 here, so that no sum wraps.
+        uint64_t head_bytes = sizeof head + head.n_tokens * 4 + head.n_note + n_pages * 4;
+        const uint64_t page_bytes =
+            head.n_pages[0] * (head.page_bytes[0] + sizeof sum) + head.n_pages[1] * (head.page_bytes[1] + sizeof sum);
+        if (head_bytes + page_bytes + sizeof sum > size)
+            bad("ends too early: %llu bytes of at least %llu", (unsigned long long)size,
+                (unsigned long long)(head_bytes + page_bytes + sizeof sum));
+        head_bytes = size - page_bytes - sizeof sum; // what is left are the checkpoints
+        if (head_bytes > (uint64_t(1) << 32))
+            bad("has a head of %llu bytes", (unsigned long long)head_bytes);
+        bytes = buffer(size_t(head_bytes), "a session file's head");
+        read_at(0, bytes.data, bytes.size);
+        read_at(head_bytes, &sum, sizeof sum);
+        if (!(sha256().add(bytes.data, bytes.size).finish() == sum))
+            bad("is damaged: the checksum of its head is wrong");
+        parse(s);
+        for (uint64_t i = 0; i < n_pages; i++)
+            read_page(i); // all of it is checked before anything is changed
+    }
+    session_file(const session_file &) = delete;
+
+    // Page number i, of both kinds together.
+    buffer read_page(uint64_t i) const {
+        const int kind = i < head.n_pages[0] ? SEES_ALL : SEES_WINDOW;
+        const uint64_t in_kind = kind == SEES_ALL ? i : i - head.n_pages[0];
+        const uint64_t skip = kind == SEES_ALL ? 0 : head.n_pages[0] * (head.page_bytes[0] + sizeof sum);
+        const uint64_t at = bytes.size + sizeof sum + skip + in_kind * (head.page_bytes[kind] + sizeof sum);
+        buffer page(size_t(head.page_bytes[kind]), "a page");
+        digest d;
+        read_at(at, page.data, page.size);
+        read_at(at + page.size, &d, sizeof d);
+        if (!(page_digest(sum, i, page) == d))
+            bad("is damaged: the checksum of page %llu is wrong", (unsigned long long)i);
+        return page;
+    }
+
+  private:
+    [[noreturn, gnu::format(printf, 2, 3)]] void bad(const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        const string reason = vstrf(fmt, args);
+        va_end(args);
+        fail(ENGINE_EFORMAT, "%s: %s", show_path(path).c_str(), reason.c_str());
+    }
+    void read_at(uint64_t at, void *to, size_t n) const {
+        for (char *p = static_cast<char *>(to); n;) {
+            const ssize_t got = pread(file.fd, p, n, off_t(at));
+            if (got == 0)
+                bad("ends too early");
+            if (got < 0 && errno != EINTR)
+                bad("cannot be read: %s", strerror(errno));
+            if (got > 0)
+                p += got, at += uint64_t(got), n -= size_t(got);
+        }
+    }
+    void check_head(const engine_session &s) const {
+        const page_store &store = s.cache.store;
+        if (memcmp(head.magic, session_magic, sizeof head.magic))
+            bad("is not a session file");
+        if (head.version != SESSION_VERSION)
+            bad("is a session file of version %u; this engine reads version %d", head.version, int(SESSION_VERSION));
+        if (!(head.fingerprint == s.model.fingerprint))
+            bad("is a session of another model");
+        if (head.type != store.type) {
+            const format *f = find_format(head.type);
+            bad("has cache rows of type %s, this session has %s", f ? f->name : "?", find_format(store.type)->name);
+        }
+        if (head.numerics != NUMERICS_VERSION)
+            bad("was computed by an engine with other arithmetic (%u, here %d)", head.numerics, int(NUMERICS_VERSION));
+        const uint64_t limit = uint64_t(1) << 32;
+        for (int kind = 0; kind < N_KINDS; kind++)
+            if (head.page_bytes[kind] != store.pool[kind].layout.page_bytes || head.n_pages[kind] > limit)
+                bad("has a head that does not fit the model");
+        if (head.n_tokens > limit || head.n_note > limit || head.n_done > head.n_tokens ||
+            head.n_tail > head.n_pages[SEES_WINDOW] || head.n_checkpoint > 4096)
+            bad("has a head with impossible numbers");
+        if (head.n_tokens > uint64_t(s.n_ctx))
+            fail(ENGINE_ECONTEXT, "%s: %llu tokens exceeds the available context size of %d tokens",
+                 show_path(path).c_str(), (unsigned long long)head.n_tokens, s.n_ctx);
+    }
+    // The parts of the head behind session_head, and whether they belong together.
+    void parse(const engine_session &s) {
+        const page_layout &all = s.cache.store.pool[SEES_ALL].layout, &window = s.cache.store.pool[SEES_WINDOW].layout;
+        const int64_t n_done = int64_t(head.n_done), pages = (n_done + PAGE_TOKENS - 1) / PAGE_TOKENS;
+        cursor c = {bytes.data, bytes.size, sizeof head, show_path(path)};
+        const auto take = [&](auto &to, uint64_t n, const char *what) {
+            to.resize(size_t(n));
+            const uint8_t *from = c.take(n * sizeof to[0], what);
+            if (n)
+                memcpy(&to[0], from, size_t(n) * sizeof to[0]);
+        };
+        take(tokens, head.n_tokens, "the tokens");
+        take(note, head.n_note, "the note");
+        take(rows, head.n_pages[0] + head.n_pages[1], "the pages");
+        for (uint64_t i = 0; i < head.n_tokens; i++)
+            if (tokens[size_t(i)] < 0 || tokens[size_t(i)] >= s.model.voc.n)
+                bad("token %llu is %d, which the model does not have", (unsigned long long)i, int(tokens[size_t(i)]));
+        const int64_t tail = window.n_layer ? pages - window.first_page(n_done) : 0;
+        if (int64_t(head.n_pages[SEES_ALL]) != (all.n_layer ? pages : 0) || int64_t(head.n_tail) < tail ||
+            int64_t(head.n_tail) > (window.n_layer ? pages : 0))
+            bad("has %llu and %llu pages, which does not fit %lld tokens", (unsigned long long)head.n_pages[SEES_ALL],
+                (unsigned long long)head.n_tail, (long long)n_done);
+        const uint64_t n_own = rows.size() - head.n_tail; // before these come the pages of checkpoints
+        for (uint64_t i = 0; i < rows.size(); i++) {
+            const int64_t index = i < head.n_pages[SEES_ALL] ? int64_t(i)
+                                  : i < n_own                ? -1
+                                                             : pages - int64_t(rows.size() - i);
+            const int64_t least = index < 0 ? 1 : std::min<int64_t>(PAGE_TOKENS, n_done - index * PAGE_TOKENS);
+            if (rows[size_t(i)] < least || rows[size_t(i)] > PAGE_TOKENS)
+                bad("page %llu has %d rows", (unsigned long long)i, int(rows[size_t(i)]));
+        }
+        for (uint32_t i = 0; i < head.n_checkpoint; i++) {
+            const auto h = c.get<checkpoint_head>("a checkpoint");
+            if (h.pos < 1 || h.pos > n_done || (i && h.pos <= checkpoints.back().pos) || h.first < 0 ||
+                h.first > window.first_page(h.pos) || h.n_pages > uint64_t(s.cache.share.per_checkpoint) ||
+                h.first + int64_t(h.n_pages) != (h.pos + PAGE_TOKENS - 1) / PAGE_TOKENS)
+                bad("checkpoint %u is at an impossible position", i);
+            checkpoint cp = {h.pos, h.first, {}};
+            for (uint64_t k = 0; k < h.n_pages; k++) {
+                const auto no = c.get<int64_t>("a checkpoint");
+                if (no < 0 || no >= int64_t(head.n_pages[SEES_WINDOW]))
+                    bad("checkpoint %u has a page that is not there", i);
+                cp.pages.push_back(int32_t(no));
+            }
+            checkpoints.push_back(std::move(cp));
+        }
+        if (c.left())
+            bad("has %llu bytes too many", (unsigned long long)c.left());
+    }
+};
+
+// Puts page `no` of the file, which is page `index` of the timeline, into the pool; one that is there by name is used
+// as it is. Called with both locks held.
+static int32_t load_page(engine_session &s, const session_file &f, int kind, uint64_t no, int64_t index) {
+    page_pool &pool = s.cache.store.pool[kind];
+    const bool complete = f.rows[size_t(no)] == PAGE_TOKENS && (index + 1) * PAGE_TOKENS <= int64_t(f.head.n_done);
+    const int32_t *tokens = f.tokens.data() + index * PAGE_TOKENS;
+    const digest before = complete ? s.cache.name_before(index) : digest(),
+                 name = complete ? s.cache.names[size_t(index)] : digest();
+    int32_t id = complete ? pool.find(name, before, tokens) : -1;
+    if (id >= 0) {
+        pool.hold(id);
+        return id;
+    }
+    const buffer page = f.read_page(no);
+    id = pool.take();
+    s.model.ops->put(s.model.be.get(), pool.at(id), page.data, page.size);
+    return complete ? pool.name(id, name, before, tokens) : id;
+}
+
+static void load(engine_session &s, const char *path) {
+    const session_file f(path, s);
+    truncate(s, 0);
+    std::lock_guard<std::mutex> lock(s.model.mutex);
+    std::lock_guard<std::mutex> pages(s.cache.store.mutex);
+    kv_cache &cache = s.cache;
+    try {
+        cache.set_names(f.tokens.data(), int64_t(f.head.n_done));
+        for (uint64_t i = 0; i < f.head.n_pages[SEES_ALL]; i++)
+            cache.table[SEES_ALL].push_back(load_page(s, f, SEES_ALL, i, int64_t(i)));
+        const uint64_t base = f.head.n_pages[SEES_ALL], n_window = f.head.n_pages[SEES_WINDOW];
+        const int64_t end = int64_t((f.head.n_done + PAGE_TOKENS - 1) / PAGE_TOKENS);
+        const int64_t needed = cache.store.pool[SEES_WINDOW].layout.first_page(int64_t(f.head.n_done));
+        vector<int32_t> ids(size_t(n_window), -1); // in the pool, of the file's window pages that have been loaded
+        for (uint64_t i = 0; i < f.head.n_tail; i++) {
+            const int64_t index = end - int64_t(f.head.n_tail - i);
+            const uint64_t no = n_window - f.head.n_tail + i;
+            if (index < needed)
+                cache.table[SEES_WINDOW].resize(size_t(index + 1), -1);
+            else {
+                cache.table[SEES_WINDOW].resize(size_t(index), -1);
+                cache.table[SEES_WINDOW].push_back(ids[no] = load_page(s, f, SEES_WINDOW, base + no, index));
+            }
+        }
+        // As many checkpoints as this session may have, the newest ones.
+        const size_t skip = f.checkpoints.size() - std::min(f.checkpoints.size(), size_t(cache.share.checkpoints));
+        for (size_t c = skip; c < f.checkpoints.size(); c++) {
+            checkpoint cp = {f.checkpoints[c].pos, f.checkpoints[c].first, {}};
+            for (size_t i = 0; i < f.checkpoints[c].pages.size(); i++) {
+                const int32_t no = f.checkpoints[c].pages[i];
+                if (ids[size_t(no)] >= 0)
+                    cache.store.pool[SEES_WINDOW].hold(ids[size_t(no)]);
+                else
+                    ids[size_t(no)] = load_page(s, f, SEES_WINDOW, base + uint64_t(no), cp.first + int64_t(i));
+                cp.pages.push_back(ids[size_t(no)]);
+            }
+            cache.checkpoints.push_back(std::move(cp));
+        }
+        if (const int code = finish(s))
+            fail(code, "%s", s.failure);
+    } catch (...) { // the file changed while it was read
+        cache.rewind(0);
+        throw;
+    }
+    s.n_done = int64_t(f.head.n_done);
+    s.tokens = f.tokens;
+    s.note = f.note;
+    s.have_logits = false;
 }
 
 // Text on its way out: whole characters only, and nothing that may still turn out to be the start of a stop string.
@@ -6888,14 +8218,6 @@ struct computing {
     computing(const computing &) = delete;
 };
 
-// Evaluates the timeline's pending part; on failure the timeline ends where evaluation did, but not before n_keep.
-static void evaluate_or_cut(engine_session &s, size_t n_keep, engine_logits_fn fn = nullptr, void *user = nullptr) {
-    const int code = evaluate(s, fn, user);
-    if (code)
-        truncate(s, std::max(size_t(s.n_done), n_keep));
-    check_code(s, code);
-}
-
 } // namespace
 
 void engine_set_log(engine_log_fn fn, void *user) {
@@ -6909,21 +8231,26 @@ int engine_backends(char *out, size_t cap) {
     return guarded(nullptr, [&] { return give_text(backend_name(cpu_detect()), out, cap); });
 }
 
-int engine_open(engine_model **out, const char *path, const engine_open_options *given, engine_error *err) {
+static std::unique_ptr<engine_model> open_model(const char *path, const engine_open_options *given) {
+    check_pointer("path", path);
+    const auto opt = options(given, "engine_open_options");
+    check_range("threads", opt.threads, 0, 512);
+    model_file file = open_model_file(path, opt.no_mmap != 0);
+    find_arch(file); // before the tokenizer: its Error says more about a file for another kind of model
+    vocab voc = load_vocab(file);
+    std::unique_ptr<engine_model> m(
+        new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), &cpu_ops));
+    m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
+    for (int kind = 0; kind < N_KINDS; kind++)
+        m->f16_layout[kind] = make_page_layout(m->w, TYPE_F16, kind);
+    return m;
+}
+
+int engine_open(engine_model **out, const char *path, const engine_open_options *opt, engine_error *err) {
     return guarded(err, [&] {
         check_pointer("out", out);
         *out = nullptr;
-        check_pointer("path", path);
-        const auto opt = options(given, "engine_open_options");
-        check_range("threads", opt.threads, 0, 512);
-        model_file file = open_model_file(path, opt.no_mmap != 0);
-        find_arch(file); // before the tokenizer: its Error says more about a file for another kind of model
-        vocab voc = load_vocab(file);
-        std::unique_ptr<engine_model> m(
-            new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), &cpu_ops));
-        m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
-        m->layout = make_page_layout(m->w.hp, TYPE_F16);
-        *out = m.release();
+        *out = open_model(path, opt).release();
         return ENGINE_OK;
     });
 }
@@ -6952,7 +8279,9 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
             r.weight_bytes += int64_t(t.bytes);
         }
         r.decode_bytes = m.w.decode_bytes;
-        r.kv_token_bytes = int64_t(m.layout.page_bytes / PAGE_TOKENS);
+        r.kv_token_bytes = kv_cache::token_bytes(m.f16_layout);
+        r.n_window = m.f16_layout[SEES_WINDOW].window;
+        r.allocated_bytes = int64_t(m.ops->allocated(m.be.get()));
         r.n_vocab = hp.n_vocab, r.n_layer = hp.n_layer, r.n_embd = hp.n_embd, r.n_head = hp.n_head;
         r.n_head_kv = hp.n_head_kv, r.head_dim = hp.dim_k, r.n_ff = hp.n_ff, r.n_ctx_train = hp.n_ctx_train;
         r.threads = m.be->pool.size;
@@ -7057,85 +8386,93 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
     });
 }
 
-int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *given,
+// What a session's options come to for a model.
+struct session_plan {
+    int64_t n_ctx, fits; // tokens; fits: of cache in half of this machine's memory
+    int chunk, type;
+    page_layout layout[N_KINDS];
+    cache_share share;
+
+    uint64_t cache_bytes() const {
+        return uint64_t(share.pages[0]) * layout[0].page_bytes + uint64_t(share.pages[1]) * layout[1].page_bytes;
+    }
+};
+
+static session_plan plan_session(const engine_model &m, const engine_session_options *given) {
+    const auto opt = options(given, "engine_session_options");
+    check_range("n_ctx", opt.n_ctx, 0, 1 << 28);
+    check_range("chunk", opt.chunk, 0, 4096);
+    check_range("checkpoints", opt.checkpoints, -1, 4096);
+    const int type = find_cache_type(opt.kv).type;
+    const page_layout layout[N_KINDS] = {make_page_layout(m.w, type, 0), make_page_layout(m.w, type, 1)};
+    const int64_t memory = physical_memory(), token_bytes = std::max<int64_t>(1, kv_cache::token_bytes(layout));
+    const int64_t fits = memory / 2 / token_bytes / PAGE_TOKENS * PAGE_TOKENS;
+    int64_t n_ctx = opt.n_ctx ? opt.n_ctx : m.w.hp.n_ctx_train;
+    if (!opt.n_ctx && fits > 0)
+        n_ctx = std::min(n_ctx, fits);
+    const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
+    const int checkpoints = opt.checkpoints < 0 ? 0 : opt.checkpoints ? opt.checkpoints : 8;
+    return {n_ctx, fits, chunk, type, {layout[0], layout[1]}, cache_share(layout, n_ctx, chunk, checkpoints)};
+}
+
+int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt,
                        engine_error *err) {
     return guarded(err, [&] {
         check_pointer("out", out);
         *out = nullptr;
         check_pointer("model", model);
-        const auto opt = options(given, "engine_session_options");
-        check_range("n_ctx", opt.n_ctx, 0, 1 << 28);
-        check_range("chunk", opt.chunk, 0, 4096);
-        const int64_t memory = physical_memory(), page_bytes = int64_t(model->layout.page_bytes);
-        int64_t n_ctx = opt.n_ctx ? opt.n_ctx : model->w.hp.n_ctx_train;
-        const int64_t fits = memory / 2 / page_bytes * PAGE_TOKENS;
-        if (!opt.n_ctx && n_ctx > fits && fits > 0) {
+        const session_plan p = plan_session(*model, opt);
+        const int n_ctx_train = model->w.hp.n_ctx_train;
+        const double gib = 1 << 30;
+        if (p.n_ctx < n_ctx_train && p.n_ctx == p.fits)
             log_msg(ENGINE_LOG_WARN,
-                    "context of %lld tokens instead of %lld: the KV cache may take half of this machine's memory",
-                    (long long)fits, (long long)n_ctx);
-            n_ctx = fits;
-        } else if ((n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS > memory / page_bytes) {
+                    "context of %lld tokens instead of %d: the KV cache may take half of this machine's memory",
+                    (long long)p.n_ctx, n_ctx_train);
+        if (double(p.cache_bytes()) > double(physical_memory()))
             fail(ENGINE_ENOMEM,
                  "a context of %lld tokens needs %.1f GiB of KV cache, this machine has %.1f GiB of memory",
-                 (long long)n_ctx, double(n_ctx) / int(PAGE_TOKENS) * double(page_bytes) / (1 << 30),
-                 double(memory) / (1 << 30));
-        }
-        if (n_ctx > model->w.hp.n_ctx_train)
-            log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)n_ctx,
-                    model->w.hp.n_ctx_train);
-        const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
+                 (long long)p.n_ctx, double(p.cache_bytes()) / gib, double(physical_memory()) / gib);
+        if (p.n_ctx > n_ctx_train)
+            log_msg(ENGINE_LOG_WARN, "context of %lld tokens: the model was trained for %d", (long long)p.n_ctx,
+                    n_ctx_train);
         model->file.read_ahead();
-        std::unique_ptr<engine_session> s(new engine_session(*model, int(n_ctx), chunk));
-        {
-            std::lock_guard<std::mutex> lock(model->mutex);
-            model->reserve(chunk, int((n_ctx + PAGE_TOKENS - 1) / PAGE_TOKENS));
-        }
-        *out = s.release();
+        std::lock_guard<std::mutex> lock(model->mutex);
+        model->reserve(p.chunk, model->n_session + 1, p.n_ctx, p.layout);
+        page_store &store = model->store_for(p.type);
+        model->reserve_pages(store, p.share);
+        *out = new engine_session(*model, store, p.share, int(p.n_ctx), p.chunk);
+        model->n_session++;
         return ENGINE_OK;
     });
 }
 
-void engine_session_free(engine_session *session) { delete session; }
+void engine_session_free(engine_session *session) {
+    if (!session)
+        return;
+    engine_model &m = session->model;
+    delete session;
+    std::lock_guard<std::mutex> lock(m.mutex);
+    m.n_session--;
+}
 
 int engine_session_ctx(const engine_session *session) { return session ? session->n_ctx : ENGINE_EINVAL; }
 
 int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
     return guarded(err, [&] {
         computing call(session);
-        engine_session &s = *session;
-        check_tokens(s, ids, n, 0);
-        const double start = now_seconds();
-        size_t same = 0;
-        while (same < n && same < size_t(s.n_done) && s.tokens[same] == ids[same])
-            same++;
-        if (same == n && same > 0 && !(s.have_logits && size_t(s.n_done) == n))
-            same--; // the logits of the new end are gone: its last token is evaluated again
-        truncate(s, same);
-        s.tokens.insert(s.tokens.end(), ids + same, ids + n);
-        s.stats = {};
-        s.itl.clear();
-        s.stats.prompt_tokens = int64_t(n);
-        s.stats.reused_tokens = int64_t(same);
-        const int code = evaluate(s);
-        s.stats.prefill_seconds = now_seconds() - start;
-        if (code)
-            truncate(s, size_t(s.n_done));
-        check_code(s, code);
-        return int(same);
+        check_tokens(*session, ids, n, 0);
+        check_code(*session, sync_to(*session, ids, n));
+        return int(session->stats.reused_tokens);
     });
 }
 
 int engine_eval(engine_session *session, const int32_t *ids, size_t n, engine_error *err) {
     return guarded(err, [&] {
         computing call(session);
-        engine_session &s = *session;
-        const size_t before = s.tokens.size();
-        check_tokens(s, ids, n, before);
-        s.tokens.insert(s.tokens.end(), ids, ids + n);
-        const int code = n ? settle(s) : int(ENGINE_OK);
-        if (code)
-            truncate(s, std::max(size_t(s.n_done), before));
-        check_code(s, code);
+        check_tokens(*session, ids, n, session->tokens.size());
+        const engine_batch_item item = {session, ids, n};
+        if (n)
+            check_code(*session, append(&session, &item, 1, nullptr, nullptr));
         return ENGINE_OK;
     });
 }
@@ -7145,13 +8482,44 @@ int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engin
     return guarded(err, [&] {
         computing call(session);
         check_pointer("fn", reinterpret_cast<const void *>(fn));
-        engine_session &s = *session;
-        const size_t before = s.tokens.size();
-        check_tokens(s, ids, n, before);
-        s.rows.resize(OUT_ROWS * s.logits.size());
-        evaluate_or_cut(s, before);
-        s.tokens.insert(s.tokens.end(), ids, ids + n);
-        evaluate_or_cut(s, before, fn, user);
+        check_tokens(*session, ids, n, session->tokens.size());
+        struct target {
+            engine_logits_fn fn;
+            void *user;
+        } to = {fn, user};
+        const auto pass_on = [](void *p, size_t, size_t i, const float *logits) {
+            const target &t = *static_cast<target *>(p);
+            return t.fn(t.user, i, logits);
+        };
+        const engine_batch_item item = {session, ids, n};
+        check_code(*session, append(&session, &item, 1, pass_on, &to));
+        return ENGINE_OK;
+    });
+}
+
+int engine_step(const engine_batch_item *items, size_t n_items, engine_step_fn fn, void *user, engine_error *err) {
+    return guarded(err, [&] {
+        if (n_items)
+            check_pointer("items", items);
+        vector<std::unique_ptr<computing>> calls;
+        vector<engine_session *> sessions;
+        for (size_t i = 0; i < n_items; i++) {
+            engine_session *s = items[i].session;
+            if (std::find(sessions.begin(), sessions.end(), s) != sessions.end())
+                fail(ENGINE_EINVAL, "items[%zu]: this session is in the batch twice", i);
+            calls.emplace_back(new computing(s));
+            if (&s->cache.store != &items[0].session->cache.store)
+                fail(ENGINE_EINVAL, "items[%zu]: this session has another model or type of cache rows", i);
+            check_tokens(*s, items[i].ids, items[i].n, s->tokens.size());
+            sessions.push_back(s);
+        }
+        if (!n_items)
+            return ENGINE_OK;
+        const int code = append(sessions.data(), items, n_items, fn, user);
+        for (engine_session *s : sessions)
+            if (s->cancel.load() || s->failure || s->bad_row >= int64_t(s->tokens.size()))
+                check_code(*s, code); // the one that it is about has more to say
+        check_code(*sessions[0], code);
         return ENGINE_OK;
     });
 }
@@ -7164,6 +8532,43 @@ int engine_rewind(engine_session *session, size_t n, engine_error *err) {
         check_range("n", int64_t(std::min(n, size_t(INT_MAX))), 0, int64_t(session->tokens.size()));
         truncate(*session, n);
         return ENGINE_OK;
+    });
+}
+
+int engine_set_note(engine_session *session, const void *data, size_t len, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("session", session);
+        if (len)
+            check_pointer("data", data);
+        if (len > INT_MAX)
+            fail(ENGINE_EINVAL, "a note of %zu bytes is too long", len);
+        session->note.assign(static_cast<const char *>(data), len);
+        return ENGINE_OK;
+    });
+}
+
+int engine_note(const engine_session *session, char *out, size_t cap) {
+    return guarded(nullptr, [&] {
+        check_pointer("session", session);
+        return give_text(session->note, out, cap);
+    });
+}
+
+int engine_save(engine_session *session, const char *path, engine_error *err) {
+    return guarded(err, [&] {
+        computing call(session);
+        check_pointer("path", path);
+        save(*session, path);
+        return ENGINE_OK;
+    });
+}
+
+int engine_load(engine_session *session, const char *path, engine_error *err) {
+    return guarded(err, [&] {
+        computing call(session);
+        check_pointer("path", path);
+        load(*session, path);
+        return int(session->tokens.size());
     });
 }
 
@@ -7274,11 +8679,56 @@ int engine_stats(const engine_session *session, engine_session_stats *stats, eng
             r.itl_p99 = double(sorted[std::min(sorted.size() - 1, sorted.size() * 99 / 100)]);
         }
         r.n_tokens = int64_t(session->tokens.size());
-        r.kv_bytes = int64_t(session->cache.bytes_used());
+        {
+            std::lock_guard<std::mutex> lock(session->cache.store.mutex);
+            r.kv_bytes = int64_t(session->cache.bytes_used());
+            r.checkpoint_bytes = int64_t(session->cache.checkpoint_bytes());
+            r.n_checkpoints = int(session->cache.checkpoints.size());
+        }
         const size_t size = stats->size ? stats->size : sizeof r;
         check_range("engine_session_stats.size", int64_t(size), sizeof(size_t), 65536);
         r.size = size;
         memcpy(stats, &r, std::min(size, sizeof r));
+        return ENGINE_OK;
+    });
+}
+
+int engine_plan(const char *path, const engine_open_options *open, const engine_session_options *session,
+                engine_plan_info *plan, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("plan", plan);
+        const std::unique_ptr<engine_model> opened = open_model(path, open);
+        engine_model &m = *opened;
+        const session_plan p = plan_session(m, session);
+        engine_plan_info r = {};
+        r.n_ctx = int(p.n_ctx), r.chunk = p.chunk, r.threads = m.be->pool.size;
+        copy_name(r.kv, sizeof r.kv, find_cache_type(session ? options(session, "").kv : nullptr).name);
+        copy_name(r.backend, sizeof r.backend, backend_name(m.be->level));
+        for (const tensor_info &t : m.file.tensors)
+            r.weight_bytes += int64_t(t.bytes);
+        for (const buffer &b : m.w.owned)
+            r.widened_bytes += int64_t(b.size);
+        r.page_bytes = int64_t(p.layout[0].page_bytes + p.layout[1].page_bytes);
+        r.kv_token_bytes = kv_cache::token_bytes(p.layout);
+        r.cache_bytes = int64_t(p.cache_bytes());
+        r.checkpoint_bytes = p.share.checkpoints * p.share.per_checkpoint * int64_t(p.layout[1].page_bytes);
+        r.work_bytes = int64_t(m.work_bytes(p.chunk, 1, p.n_ctx));
+        r.scratch_bytes = int64_t(m.scratch_bytes(p.chunk, p.n_ctx, p.layout));
+        r.session_bytes = engine_session::host_bytes(p.n_ctx, m.w.hp.n_vocab);
+        r.memory_bytes = physical_memory();
+        const int64_t fixed = r.weight_bytes + r.widened_bytes + r.work_bytes + r.scratch_bytes + r.session_bytes +
+                              int64_t(p.share.pages[1] * p.layout[1].page_bytes);
+        const int64_t per_page = std::max<int64_t>(1, int64_t(p.layout[0].page_bytes));
+        r.max_ctx = std::max<int64_t>(0, r.memory_bytes - fixed) / per_page * PAGE_TOKENS;
+        r.decode_bytes = m.w.decode_bytes;
+        r.decode_kv_bytes = kv_cache::read_bytes(p.layout[0], p.layout[1], p.n_ctx);
+        for (const layer &l : m.w.layers)
+            for (const mat *w : {&l.wq, &l.wk, &l.wv, &l.wo, &l.gate, &l.up, &l.down})
+                r.token_macs += int64_t(w->n_in) * w->n_out;
+        const size_t size = plan->size ? plan->size : sizeof r;
+        check_range("engine_plan_info.size", int64_t(size), sizeof(size_t), 65536);
+        r.size = size;
+        memcpy(plan, &r, std::min(size, sizeof r));
         return ENGINE_OK;
     });
 }

@@ -115,8 +115,9 @@ typedef struct engine_model_info {
     int has_template; /* nonzero: the file carries a chat template */
     int32_t bos, eos; /* -1: none */
     int add_bos;      /* nonzero: the model expects ENGINE_ADD_BOS to add one */
-    int64_t allocated_bytes; /* what the backend has allocated now: cache pages, work space, scratch (see engine_plan) */
-    int n_window;            /* tokens that the model's window layers see; 0: all its layers see everything */
+    int64_t
+        allocated_bytes; /* what the backend has allocated now: cache pages, work space, scratch (see engine_plan) */
+    int n_window;        /* tokens that the model's window layers see; 0: all its layers see everything */
 } engine_model_info;
 
 /* Fills *info up to info->size. */
@@ -185,9 +186,9 @@ typedef struct engine_session_options {
     size_t size;
     int n_ctx; /* tokens, up to 2^28; 0: what the model was trained for, or less where memory says so (see the log) */
     int chunk; /* prefill rows at a time, 1 to 4096; 0: 512. Changes speed and scratch memory, never a result */
-    const char *kv; /* type of the cache rows: "f16" (NULL too) or "q8_0" */
-    int64_t checkpoint_bytes; /* for models with window layers: memory for positions that can be gone back to without
-                                 computing anew; 0: a sixteenth of the cache, -1: none */
+    const char *kv;  /* type of the cache rows: "f16" (NULL too) or "q8_0" */
+    int checkpoints; /* in models with window layers: how many earlier positions keep their window, so that a rewind to
+                        them costs nothing; 0: 8, -1: none. Without window layers every position is one already */
 } engine_session_options;
 
 /* A session is one timeline. Its keys and values lie in pages of 128 tokens that belong to the model and are shared by
@@ -202,9 +203,9 @@ ENGINE_API void engine_session_free(engine_session *session);
 ENGINE_API int engine_session_ctx(const engine_session *session);
 
 /* Makes the timeline equal to ids[0 ... n): keeps the longest prefix that it already holds or finds in the pages of any
-   session of this model, drops the rest and evaluates what is new. Afterwards the logits of the last position can be read. Returns how many tokens were reused.
-   On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call goes on from there; any other failure after
-   the checks of the arguments leaves a prefix as well. n = 0 empties it. */
+   session of this model, drops the rest and evaluates what is new. Afterwards the logits of the last position can be
+   read. Returns how many tokens were reused. On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call
+   goes on from there; any other failure after the checks of the arguments leaves a prefix as well. n = 0 empties it. */
 ENGINE_API int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
 /* Appends ids to the timeline and evaluates them. Returns 0. On failure the timeline is what it was, with those of the
@@ -259,8 +260,8 @@ ENGINE_API int engine_note(const engine_session *session, char *out, size_t cap)
 ENGINE_API int engine_save(engine_session *session, const char *path, engine_error *err);
 
 /* Replaces the timeline by one from a file. It must come from this very model file and have cache rows of this
-   session's type; a damaged, cut or newer file is refused. On failure the session is what it was. Returns the number of
-   tokens. */
+   session's type; a damaged, cut or newer file is refused. On failure the session is what it was
+   (unless the file changes while it is read: then the timeline is empty). Returns the number of tokens. */
 ENGINE_API int engine_load(engine_session *session, const char *path, engine_error *err);
 
 /* ---- logits and sampling ------------------------------------------------------------------------------------- */
@@ -306,10 +307,10 @@ typedef struct engine_sampling {
     float frequency_penalty; /* subtracted once per occurrence; -100 to 100; 0: off */
     /* DRY (don't repeat yourself): a token that would continue a repetition of n >= dry_allowed_length tokens loses
        dry_multiplier * dry_base ^ (n - dry_allowed_length). */
-    float dry_multiplier;   /* 0: off */
-    float dry_base;         /* 1 to 100; 0: 1.75 */
-    int dry_allowed_length; /* 0: 2 */
-    int dry_last_n;         /* tokens looked back on; 0 and -1: all */
+    float dry_multiplier;            /* 0: off */
+    float dry_base;                  /* 1 to 100; 0: 1.75 */
+    int dry_allowed_length;          /* 0: 2 */
+    int dry_last_n;                  /* tokens looked back on; 0 and -1: all */
     const char *const *dry_breakers; /* no repetition reaches beyond one of these strings; NULL: newline : " * */
     size_t n_dry_breakers;
     /* XTC (exclude top choices): with this probability, all tokens of at least xtc_threshold but the least likely of
@@ -349,8 +350,8 @@ typedef struct engine_generate_options {
     const char *const *stops; /* the text ends before the first of these strings; needed during the call only */
     size_t n_stops;
     const engine_sampling *sampling; /* NULL: greedy */
-    /* Gets the reasoning of a model that marks it (<think> ... </think>), without the marks; the text function then gets
-       the answer only, and the stop strings count in the answer only. NULL: everything is text, marks included. */
+    /* Gets the reasoning of a model that marks it (<think> ... </think>), without the marks; the text function then
+       gets the answer only, and the stop strings count in the answer only. NULL: everything is text, marks included. */
     engine_text_fn on_reasoning;
 } engine_generate_options;
 
@@ -368,20 +369,20 @@ ENGINE_API int engine_generate(engine_session *session, const engine_generate_op
                                void *user, engine_result *result, engine_error *err);
 
 typedef struct engine_session_stats {
-    size_t size;             /* set by the caller */
-    int64_t prompt_tokens;   /* of the last engine_sync: tokens asked for */
-    int64_t reused_tokens;   /* of those, not evaluated again */
-    int64_t shared_tokens;   /* of those, found in pages of other or earlier timelines */
-    double prefill_seconds;  /* time of the last engine_sync */
-    int64_t decode_tokens;   /* single-token steps since the last engine_sync */
-    double decode_seconds;   /* their time in all */
-    double itl_p50, itl_p99; /* seconds between tokens, over the last 4096 of those steps */
-    int64_t decode_bytes;    /* bytes of weights and cache that they read */
-    int64_t n_tokens;        /* length of the timeline */
-    int64_t kv_bytes;        /* bytes of cache pages that it uses, alone or with others */
-    int64_t evaluated;       /* rows evaluated since the session was made: what no reuse could save */
+    size_t size;              /* set by the caller */
+    int64_t prompt_tokens;    /* of the last engine_sync: tokens asked for */
+    int64_t reused_tokens;    /* of those, not evaluated again */
+    int64_t shared_tokens;    /* of those, found in pages of other or earlier timelines */
+    double prefill_seconds;   /* time of the last engine_sync */
+    int64_t decode_tokens;    /* single-token steps since the last engine_sync */
+    double decode_seconds;    /* their time in all */
+    double itl_p50, itl_p99;  /* seconds between tokens, over the last 4096 of those steps */
+    int64_t decode_bytes;     /* bytes of weights and cache that they read */
+    int64_t n_tokens;         /* length of the timeline */
+    int64_t kv_bytes;         /* bytes of cache pages that it uses, alone or with others */
+    int64_t evaluated;        /* rows evaluated since the session was made: what no reuse could save */
     int64_t checkpoint_bytes; /* of kv_bytes, what checkpoints alone hold */
-    int n_checkpoints;        /* positions that can be gone back to without computing anew, beside the page boundaries */
+    int n_checkpoints; /* positions that can be gone back to without computing anew, beside the page boundaries */
 } engine_session_stats;
 
 ENGINE_API int engine_stats(const engine_session *session, engine_session_stats *stats, engine_error *err);
@@ -402,10 +403,10 @@ typedef struct engine_plan_info {
     int64_t scratch_bytes;    /* the operations' own */
     int64_t session_bytes;    /* the session's arrays on the host: tokens, logits */
     int64_t memory_bytes;     /* of this machine, or of the container */
-    int64_t max_ctx;          /* tokens of context that fit into that memory beside everything else; 0: not even one page */
-    int64_t decode_bytes;     /* weights that one decode step reads */
-    int64_t decode_kv_bytes;  /* cache that it reads at n_ctx tokens */
-    int64_t token_macs;       /* multiply-adds with weights per token of prefill (attention comes on top) */
+    int64_t max_ctx;      /* tokens of context that fit into that memory beside everything else; 0: not even one page */
+    int64_t decode_bytes; /* weights that one decode step reads */
+    int64_t decode_kv_bytes; /* cache that it reads at n_ctx tokens */
+    int64_t token_macs;      /* multiply-adds with weights per token of prefill (attention comes on top) */
 } engine_plan_info;
 
 /* What a session with these options will need, without making it or reading the weights: cache_bytes + work_bytes +
