@@ -408,7 +408,7 @@ const option_row option_table[] = {
      1,
      INT_TOP,
      "how many tokens are recent (64; -1: all)"},
-    {0, "dry-multiplier", "X", SAMPLE, &opt.answer.sampling.dry_multiplier, 0, 100,
+    {0, "dry-multiplier", "X", SAMPLE, &opt.answer.sampling.dry_multiplier, 0, 1000,
      "DRY: subtract X * base ^ (n - allowed length) from what repeats n tokens (0: off)"},
     {0, "dry-base", "X", SAMPLE, &opt.answer.sampling.dry_base, 1, 100, "DRY: the base (1.75)"},
     {0, "dry-allowed-length", "N", SAMPLE, &opt.answer.sampling.dry_allowed_length, 1, INT_TOP,
@@ -1104,6 +1104,7 @@ struct opened {
     // The settings anew: the model's defaults, then what was given, in its order.
     void apply_settings() {
         answer_settings &a = opt.answer = answer_settings();
+        a.sampling.size = sizeof a.sampling;
         check(engine_sampling_defaults(model, &a.sampling, &from_model, &err));
         a.sampling.seed = UINT64_MAX;
         string range;
@@ -2087,9 +2088,9 @@ struct chat {
             return to.get<bool>() ? "on" : "off";
         case NUMBER:
         case COUNT:
-            return to.get<int>() || to.kind == NUMBER ? std::to_string(to.get<int>()) : "default";
+            return to.get<int>() || row.lo <= 0 ? std::to_string(to.get<int>()) : "default";
         case REAL:
-            return strf("%g", double(to.get<float>()));
+            return to.get<float>() != 0 || row.lo <= 0 ? strf("%g", double(to.get<float>())) : "default";
         case SEED:
             return std::to_string(to.get<uint64_t>());
         case TEXT:
@@ -2473,11 +2474,11 @@ double measure_int8(int threads) {
     std::atomic<int64_t> sink{0};
     double best = 0;
     int64_t rounds = 1000;
-    for (int tries = 0; tries < 4;) {
+    for (int tries = 0; tries < 25;) { // short ones: on a busy machine some of them run undisturbed
         const double seconds = on_threads(size_t(threads), [&](size_t t) { sink += kernel.run(rounds, int(t) + 3); });
         if (seconds == 0)
             return 0;
-        if (seconds < 0.03) { // starting threads would count
+        if (seconds < 0.005) { // starting threads would count
             rounds *= 2;
             continue;
         }
@@ -2702,6 +2703,8 @@ bench_row bench(opened &m, const vector<int32_t> &ids, int depth, bool decode) {
             decode ? p99 : NAN};
 }
 
+string percent(double share) { return std::isfinite(share) ? strf("%.1f %%", 100 * share) : "an unknown share"; }
+
 // What the rows of one depth say together.
 struct verdict {
     int depth = 0;
@@ -2731,11 +2734,11 @@ struct verdict {
     string text() const {
         string out = strf("\ndepth %d:", depth);
         if (prefill)
-            out += strf(" TTFT %.4g s, prefill makes %.1f %% of the int8 peak%s", prefill->seconds(),
-                        100 * prefill_share(), decode ? "\n        " : "\n");
+            out += strf(" TTFT %.4g s, prefill makes %s of the int8 peak%s", prefill->seconds(),
+                        percent(prefill_share()).c_str(), decode ? "\n        " : "\n");
         if (decode)
-            out += strf(" ITL p50 %.2f p99 %.2f ms, decode reads %.1f %% of the memory bandwidth\n",
-                        decode->itl_p50 * 1e3, decode->itl_p99 * 1e3, 100 * decode_share());
+            out += strf(" ITL p50 %.2f p99 %.2f ms, decode reads %s of the memory bandwidth\n", decode->itl_p50 * 1e3,
+                        decode->itl_p99 * 1e3, percent(decode_share()).c_str());
         if (bound())
             out += strf("         %s-bound: %s\n", bound(), reason().c_str());
         return out;
