@@ -731,6 +731,8 @@ string json_string(const string &s) {
             out += "\xef\xbf\xbd", i++;
         else if (s[i] == '"' || s[i] == '\\')
             out += '\\', out += s[i++];
+        else if (s[i] == '\n' || s[i] == '\t')
+            out += s[i++] == '\n' ? "\\n" : "\\t";
         else if ((unsigned char)s[i] < 0x20 || s[i] == 0x7f)
             out += strf("\\u%04x", s[i++]);
         else
@@ -1101,7 +1103,7 @@ struct opened {
             note("%s has no effect: the chat template does not mention %s", option.c_str(), variable.c_str());
     }
 
-    // The settings anew: the model's defaults, then what was given, in its order.
+    // The settings anew: the model's defaults, then what was given, in its order. A seed is drawn if none was.
     void apply_settings() {
         answer_settings &a = opt.answer = answer_settings();
         a.sampling.size = sizeof a.sampling;
@@ -1223,16 +1225,18 @@ struct conversation {
         m.check(engine_save(m.session, path, &m.err));
     }
 
-    // Takes a session's file: timeline, conversation and settings. With `options_win`, what the command line gave
-    // stays. Returns false when the file has tokens only.
+    // Takes a session's file: timeline, conversation and settings (which are applied). With `options_win`, what the
+    // command line gave stays. Returns false when the file has tokens only.
     bool load(opened &m, const char *path, bool options_win) {
         m.check(engine_load(m.session, path, &m.err));
         const string note = m.session_note();
         vector<string> parts;
         for (size_t at = 0, end; (end = note.find('\0', at)) != string::npos; at = end + 1)
             parts.push_back(note.substr(at, end - at));
-        if (note.empty())
+        if (note.empty()) {
+            m.apply_settings();
             return false;
+        }
         const string known(note_version, strlen(note_version) - 1);
         if (parts.empty() || parts[0].compare(0, known.size(), known) != 0)
             fail(EXIT_ERROR, "%s: its note is no conversation of this program", path);
@@ -1501,11 +1505,12 @@ void answer_once(const char *missing) {
     if (!m.plain || opt.session) // with a session it becomes a part of the note
         text = without_nul(text);
     const bool old = session_exists();
-    m.apply_settings();
     m.start(opt.ctx);
     conversation talk;
     if (old)
         talk.load(m, opt.session, true);
+    else
+        m.apply_settings();
     const vector<int32_t> ids = prompt_ids(m, talk, text);
     const int ctx = engine_session_ctx(m.session);
     if (ids.size() > size_t(ctx))
@@ -2316,12 +2321,13 @@ void cmd_chat() {
     opened m;
     m.read_template();
     const bool old = session_exists();
-    m.apply_settings();
     m.start(opt.ctx);
     chat c(m);
-    if (old && c.talk.load(m, opt.session, true))
+    if (!old)
+        m.apply_settings();
+    else if (c.talk.load(m, opt.session, true))
         note("%s: %s, %lld tokens", opt.session, c.talk.describe().c_str(), (long long)m.stats().n_tokens);
-    else if (old)
+    else
         note("%s holds no conversation; its tokens are reused", opt.session);
     if (opt.system)
         c.talk.has_system = true, c.talk.system = opt.system;
