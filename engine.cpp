@@ -7,7 +7,7 @@
 // CONTENTS
 //   1. BASICS     errors, log, memory, clock, floating-point mode, threads
 //   2. QUANTS     weight formats and their order of operations
-//   3. FILES      GGUF
+//   3. FILES      GGUF, JSON
 //   4. VOCAB      tokenizers and detokenizer
 //   5. TEMPLATE   the Jinja subset of chat templates
 //   6. MODEL      architectures, hyper-parameters, weight binding
@@ -221,6 +221,33 @@ struct cursor {
         return v;
     }
 };
+
+struct utf8_char {
+    uint32_t code;
+    int length; // bytes; of what is no valid character: its maximal subpart, at least 1
+    bool valid;
+    bool cut; // the bytes end inside what may yet become a valid character
+};
+
+// The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
+static inline utf8_char next_char(const char *p, const char *end) {
+    const uint32_t b = uint8_t(*p);
+    if (b < 0x80)
+        return {b, 1, true, false};
+    const int more = b >= 0xc2 && b <= 0xdf ? 1 : b >= 0xe0 && b <= 0xef ? 2 : b >= 0xf0 && b <= 0xf4 ? 3 : 0;
+    uint32_t code = b & (0x3fu >> more);
+    uint32_t low = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, high = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
+    for (int i = 1; i <= more; i++) {
+        if (p + i == end)
+            return {0, i, false, true};
+        const uint32_t c = uint8_t(p[i]);
+        if (c < low || c > high)
+            return {0, i, false, false};
+        code = code << 6 | (c & 0x3f);
+        low = 0x80, high = 0xbf;
+    }
+    return {code, more + 1, more > 0, false};
+}
 
 // Round to nearest, denormals kept, for as long as it lives; the caller's mode comes back afterwards.
 struct fp_mode {
@@ -1272,6 +1299,317 @@ static model_file open_model_file(const char *path, bool no_mmap) {
     return f;
 }
 
+// ---- JSON ----------------------------------------------------------------------------------------------------------
+// Strict RFC 8259: configurations, tokenizers, tensor headers, and what callers pass as JSON.
+
+// clang-format off
+enum json_kind : uint8_t { JSON_NULL, JSON_BOOL, JSON_INT, JSON_FLOAT, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
+static const char *const json_kind_names[] = {"null", "a bool", "an integer", "a float", "a string", "an array", "an object"};
+// clang-format on
+static const int JSON_MAX_DEPTH = 256;
+
+// What an array or object holds stands right behind it, of an object key and value in turn:
+//     for (const json_value *v = array.begin(); v != array.end(); v = v->next())
+//     for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
+struct json_value {
+    json_kind kind = JSON_NULL;
+    uint32_t n = 0; // string: bytes; array: items; object: members
+    union {
+        int64_t i; // integer, bool
+        double f;
+        const char *chars; // string: UTF-8, NULs allowed
+        size_t extent;     // array, object: how many values this one and those inside are
+    };
+
+    json_value() : i(0) {}
+    explicit json_value(string_view s) : kind(JSON_STRING), n(uint32_t(s.size())), chars(s.data()) {}
+    json_value(json_kind container, uint32_t count, size_t values) : kind(container), n(count), extent(values) {}
+
+    string_view text() const { return kind == JSON_STRING ? string_view(chars, n) : string_view(); }
+    const json_value *begin() const { return this + 1; }
+    const json_value *end() const { return next(); }
+    const json_value *next() const { return this + (kind >= JSON_ARRAY ? extent : 1); }
+    // The member of an object, or null.
+    const json_value *find(string_view name) const {
+        for (const json_value *key = begin(); kind == JSON_OBJECT && key != end(); key = key[1].next())
+            if (key->text() == name)
+                return key + 1;
+        return nullptr;
+    }
+};
+
+// Strings without escapes point into the text that was read.
+struct json_document {
+    vector<json_value> values;
+    vector<char> unescaped; // the other strings
+
+    json_document() = default;
+    json_document(json_document &&) = default;
+    const json_value &root() const { return values[0]; }
+};
+
+// The C locale, whatever the host program has set, for as long as it lives.
+struct plain_locale {
+    const locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
+    const locale_t saved = plain ? uselocale(plain) : locale_t(0);
+    ~plain_locale() {
+        if (plain)
+            uselocale(saved), freelocale(plain);
+    }
+};
+
+struct json_reader {
+    const string_view s;
+    const int code; // of errors
+    const string what;
+    size_t at = 0;
+    json_document doc;
+    uint32_t open[JSON_MAX_DEPTH]; // the arrays and objects that the reader is in
+    int depth = 0;
+
+    [[noreturn, gnu::format(printf, 3, 4)]] void bad(size_t where, const char *fmt, ...) const {
+        va_list args;
+        va_start(args, fmt);
+        const string reason = vstrf(fmt, args);
+        va_end(args);
+        const string_view before = s.substr(0, where), line = before.substr(before.rfind('\n') + 1);
+        const auto column = std::count_if(line.begin(), line.end(), [](char c) { return (uint8_t(c) & 0xc0) != 0x80; });
+        fail(code, "%s: line %lld, column %lld: %s", what.c_str(),
+             1 + (long long)std::count(before.begin(), before.end(), '\n'), 1 + (long long)column, reason.c_str());
+    }
+    char now() const { return at < s.size() ? s[at] : 0; }
+    void blanks() {
+        while (now() == ' ' || now() == '\n' || now() == '\r' || now() == '\t')
+            at++;
+    }
+    [[noreturn]] void expected(const char *thing) const {
+        if (at == s.size())
+            bad(at, "expected %s, but the text ends", thing);
+        bad(at, "expected %s, found '%s'", thing, show(s.substr(at, 1)).c_str());
+    }
+    void need(char c, const char *thing) {
+        if (now() != c)
+            expected(thing);
+        at++;
+    }
+
+    // Room for all values and unescaped strings at once: growing would take twice the memory, and move the strings.
+    // Where this stops early the text is wrong, and reading it stops as well.
+    void reserve() {
+        size_t n_values = 1, n_bytes = 0;
+        int nesting = 0;
+        bool separated = false;
+        for (size_t i = 0; i < s.size() && nesting <= JSON_MAX_DEPTH; i++) {
+            const char c = s[i];
+            const bool separator = c == ',' || c == ':', opens = c == '[' || c == '{';
+            if (c == ' ' || c == '\n' || c == '\r' || c == '\t')
+                continue;
+            if (separator && separated)
+                break;
+            separated = separator;
+            n_values += separator || opens;
+            nesting += opens ? 1 : c == ']' || c == '}' ? -1 : 0;
+            if (c == '"') {
+                const size_t from = i;
+                bool escapes = false;
+                while (++i < s.size() && s[i] != '"')
+                    if (s[i] == '\\')
+                        escapes = true, i++;
+                n_bytes += escapes ? i - from : 0;
+            }
+        }
+        doc.values.reserve(n_values);
+        doc.unescaped.reserve(n_bytes);
+    }
+    // Four hexadecimal digits.
+    uint32_t hex(size_t from) const {
+        uint32_t v = 0;
+        for (size_t i = from; i < from + 4; i++) {
+            const char c = i < s.size() ? s[i] : 0, letter = char(c | 32);
+            if ((c < '0' || c > '9') && (letter < 'a' || letter > 'f'))
+                bad(from - 2, "\\u needs four hexadecimal digits");
+            v = v * 16 + uint32_t(c <= '9' ? c - '0' : letter - 'a' + 10);
+        }
+        return v;
+    }
+    // The escape at i, a backslash; returns where it ends.
+    size_t escape(size_t i) {
+        static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+        const char c = i + 1 < s.size() ? s[i + 1] : 0;
+        if (c != 'u') {
+            const char *known = c ? strchr(from, c) : nullptr;
+            if (!known)
+                bad(i, "unknown escape in a string");
+            doc.unescaped.push_back(to[known - from]);
+            return i + 2;
+        }
+        uint32_t u = hex(i + 2);
+        const bool pair = u >= 0xd800 && u < 0xdc00 && s.compare(std::min(i + 6, s.size()), 2, "\\u") == 0;
+        const uint32_t low = pair ? hex(i + 8) : 0;
+        if (u >= 0xd800 && u < 0xe000 && (low < 0xdc00 || low >= 0xe000))
+            bad(i, "\\u escape of half a surrogate pair");
+        if (pair)
+            u = 0x10000 + ((u - 0xd800) << 10) + (low - 0xdc00);
+        const int more = u < 0x80 ? 0 : u < 0x800 ? 1 : u < 0x10000 ? 2 : 3;
+        static const uint8_t lead[] = {0, 0xc0, 0xe0, 0xf0};
+        doc.unescaped.push_back(char(lead[more] | u >> 6 * more));
+        for (int k = more - 1; k >= 0; k--)
+            doc.unescaped.push_back(char(0x80 | (u >> 6 * k & 63)));
+        return i + (pair ? 12 : 6);
+    }
+    void string_value() {
+        const size_t begin = at + 1, kept = doc.unescaped.size();
+        size_t i = begin, from = begin; // from: what is not yet copied
+        bool escapes = false;
+        const auto copy = [&] { doc.unescaped.insert(doc.unescaped.end(), s.begin() + from, s.begin() + i); };
+        for (;;) {
+            const uint8_t c = i < s.size() ? uint8_t(s[i]) : 0;
+            if (i == s.size())
+                bad(at, "a string is not closed");
+            if (c < 0x20)
+                bad(i, "a control character in a string is not escaped");
+            if (c == '"')
+                break;
+            if (c == '\\') {
+                copy();
+                from = i = escape(i);
+                escapes = true;
+            } else if (c < 0x80) {
+                i++;
+            } else {
+                const utf8_char u = next_char(s.data() + i, s.data() + s.size());
+                if (!u.valid)
+                    bad(i, "the text is not valid UTF-8");
+                i += size_t(u.length);
+            }
+        }
+        if (escapes)
+            copy();
+        doc.values.push_back(json_value(escapes ? string_view(doc.unescaped.data() + kept, doc.unescaped.size() - kept)
+                                                : s.substr(begin, i - begin)));
+        at = i + 1;
+    }
+    void number() {
+        const size_t begin = at;
+        const auto digits = [&] {
+            if (now() < '0' || now() > '9')
+                expected("a digit");
+            while (now() >= '0' && now() <= '9')
+                at++;
+        };
+        bool whole = true;
+        at += now() == '-';
+        now() == '0' ? void(at++) : digits();
+        if (now() == '.')
+            whole = false, at++, digits();
+        if ((now() | 32) == 'e') {
+            whole = false, at++;
+            at += now() == '-' || now() == '+';
+            digits();
+        }
+        json_value v;
+        v.kind = JSON_INT;
+        if (!whole || std::from_chars(s.data() + begin, s.data() + at, v.i).ec != std::errc()) {
+            const plain_locale c;
+            v.kind = JSON_FLOAT;
+            v.f = strtod(string(s.substr(begin, at - begin)).c_str(), nullptr);
+            if (!std::isfinite(v.f))
+                bad(begin, "the number is too large");
+        }
+        doc.values.push_back(v);
+    }
+    // Whether it opened an array or object, whose content comes next.
+    bool value() {
+        static const struct {
+            string_view name;
+            json_kind kind;
+            int64_t i;
+        } words[] = {{"null", JSON_NULL, 0}, {"true", JSON_BOOL, 1}, {"false", JSON_BOOL, 0}};
+        const char c = now();
+        if (c == '[' || c == '{') {
+            if (depth == JSON_MAX_DEPTH)
+                bad(at, "nested more than %d deep", JSON_MAX_DEPTH);
+            open[depth++] = uint32_t(doc.values.size());
+            doc.values.push_back({c == '[' ? JSON_ARRAY : JSON_OBJECT, 0, 0});
+            at++;
+            return true;
+        }
+        if (c == '"')
+            return string_value(), false;
+        if (c == '-' || (c >= '0' && c <= '9'))
+            return number(), false;
+        for (const auto &w : words)
+            if (s.compare(at, w.name.size(), w.name) == 0) {
+                json_value v;
+                v.kind = w.kind, v.i = w.i;
+                doc.values.push_back(v);
+                at += w.name.size();
+                return false;
+            }
+        expected("a value");
+    }
+    // Sorting, not hashing: no choice of names makes it slow.
+    void check_keys(const json_value &object) const {
+        vector<uint32_t> keys;
+        keys.reserve(object.n);
+        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
+            keys.push_back(uint32_t(key - doc.values.data()));
+        const auto text = [&](uint32_t k) { return doc.values[k].text(); };
+        std::sort(keys.begin(), keys.end(), [&](uint32_t a, uint32_t b) { return text(a) < text(b); });
+        for (size_t i = 1; i < keys.size(); i++)
+            if (text(keys[i]) == text(keys[i - 1]))
+                bad(at, "the object that ends here has the key '%s' twice", show(text(keys[i])).c_str());
+    }
+    void close() {
+        json_value &v = doc.values[open[--depth]];
+        v.extent = doc.values.size() - open[depth];
+        if (v.kind == JSON_OBJECT && v.n > 1)
+            check_keys(v);
+        at++;
+    }
+    void run() {
+        if (s.size() > UINT32_MAX)
+            fail(code, "%s: %zu bytes of JSON are more than can be read", what.c_str(), s.size());
+        reserve();
+        for (bool first = true;;) { // first: nothing yet in the innermost array or object, or nothing at all
+            blanks();
+            if (depth) {
+                json_value &v = doc.values[open[depth - 1]];
+                const bool object = v.kind == JSON_OBJECT;
+                if (now() == (object ? '}' : ']')) {
+                    close();
+                    first = false;
+                    continue;
+                }
+                if (!first) {
+                    need(',', object ? "',' or '}'" : "',' or ']'");
+                    blanks();
+                }
+                v.n++;
+                if (object) {
+                    if (now() != '"')
+                        expected("a key in quotes");
+                    string_value();
+                    blanks();
+                    need(':', "':'");
+                    blanks();
+                }
+            } else if (!first)
+                break;
+            first = value();
+        }
+        if (at < s.size())
+            expected("the end of the text");
+    }
+};
+
+// `what` begins the message of an error, and `code` is its code. The result points into the text.
+static json_document parse_json(string_view text, int code, const string &what) {
+    json_reader r{text, code, what, 0, {}, {}, 0};
+    r.run();
+    return std::move(r.doc);
+}
+
 // ---------------------------------------------------------------------------------------------------
 // 4. VOCAB
 //
@@ -1365,33 +1703,6 @@ static const struct {
     {CH_WIDE, "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"},
     {CH_CASED, cased_letters_set},
 };
-
-struct utf8_char {
-    uint32_t code;
-    int length; // bytes; of what is no valid character: its maximal subpart, at least 1
-    bool valid;
-    bool cut; // the bytes end inside what may yet become a valid character
-};
-
-// The character at p < end, by the table of well-formed byte sequences in the Unicode standard.
-static inline utf8_char next_char(const char *p, const char *end) {
-    const uint32_t b = uint8_t(*p);
-    if (b < 0x80)
-        return {b, 1, true, false};
-    const int more = b >= 0xc2 && b <= 0xdf ? 1 : b >= 0xe0 && b <= 0xef ? 2 : b >= 0xf0 && b <= 0xf4 ? 3 : 0;
-    uint32_t code = b & (0x3fu >> more);
-    uint32_t low = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, high = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
-    for (int i = 1; i <= more; i++) {
-        if (p + i == end)
-            return {0, i, false, true};
-        const uint32_t c = uint8_t(p[i]);
-        if (c < low || c > high)
-            return {0, i, false, false};
-        code = code << 6 | (c & 0x3f);
-        low = 0x80, high = 0xbf;
-    }
-    return {code, more + 1, more > 0, false};
-}
 
 // Passes on whole characters only. What can never become one turns into U+FFFD, one for each maximal subpart.
 struct utf8_gate {
@@ -2344,9 +2655,9 @@ struct tpl_text {
 };
 
 // clang-format off
-enum tpl_kind : uint8_t { TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_STRING, TPL_LIST, TPL_DICT,
+enum tpl_kind : uint8_t { TPL_UNDEFINED, TPL_NONE, TPL_BOOL, TPL_INT, TPL_FLOAT, TPL_STRING, TPL_LIST, TPL_DICT,
                           TPL_NAMESPACE, TPL_LOOP, TPL_MACRO, TPL_FUNCTION };
-static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "string", "list", "dict",
+static const char *const tpl_kind_names[] = {"undefined", "none", "bool", "int", "float", "string", "list", "dict",
                                              "namespace", "loop", "macro", "function"};
 // clang-format on
 
@@ -2355,6 +2666,7 @@ struct tpl_value {
         tpl_text text;            // string: itself; undefined: what is missing, for the message
         vector<tpl_value> items;  // list: items; dict, namespace: key, value, key, value ...; loop: {sequence}
         int depth = 0;            // of lists in lists, so that recursion over values is bounded
+        bool parts = false;       // a message's content as a list, or one item of it
         uint64_t *live = nullptr; // the account that `charged` bytes go back to
         uint64_t charged = 0;
         ~heap() {
@@ -2363,7 +2675,7 @@ struct tpl_value {
         }
     };
     tpl_kind kind = TPL_UNDEFINED;
-    int64_t i = 0; // bool, int; loop: index; macro, function: which
+    int64_t i = 0; // bool, int; float: its bits; loop: index; macro, function: which
     std::shared_ptr<heap> h;
 
     const tpl_text &text() const { return h->text; }
@@ -2372,6 +2684,13 @@ struct tpl_value {
     bool is_string() const { return kind == TPL_STRING; }
     bool is_dict() const { return kind == TPL_DICT || kind == TPL_NAMESPACE; }
     bool is_int() const { return kind == TPL_INT || kind == TPL_BOOL; }
+    bool is_number() const { return is_int() || kind == TPL_FLOAT; }
+    double number() const {
+        double f = double(i);
+        if (kind == TPL_FLOAT)
+            memcpy(&f, &i, sizeof f);
+        return f;
+    }
     bool is_sequence() const { return is_string() || kind == TPL_LIST || kind == TPL_DICT || kind == TPL_UNDEFINED; }
     int64_t int_or(int64_t fallback) const { return is_int() ? i : fallback; }
     const char *kind_name() const { return tpl_kind_names[kind]; }
@@ -2387,7 +2706,6 @@ struct tpl_run {
     uint64_t max_live = 0, live = 0;   // bytes
     int depth = 0, line = 0;
     time_t now = 0;
-    bool as_parts = false;        // contents are lists of parts, see render_template()
     bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
 
@@ -2590,13 +2908,15 @@ static bool tpl_truth(const tpl_value &v) {
         return v.text().size() > 0;
     if (v.kind == TPL_LIST || v.kind == TPL_DICT)
         return !v.items().empty();
-    return v.is_int() ? v.i != 0 : v.kind > TPL_NONE;
+    return v.is_number() ? v.number() != 0 : v.kind > TPL_NONE;
 }
 
 static bool tpl_equal(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
     if (a.is_int() && b.is_int())
         return a.i == b.i;
+    if (a.is_number() && b.is_number())
+        return a.number() == b.number();
     if (a.kind != b.kind || a.kind == TPL_UNDEFINED)
         return a.kind == b.kind;
     if (a.is_string()) {
@@ -2622,6 +2942,8 @@ static int tpl_compare(tpl_run &r, const tpl_value &a, const tpl_value &b) {
     r.work(1);
     if (a.is_int() && b.is_int())
         return a.i < b.i ? -1 : a.i > b.i;
+    if (a.is_number() && b.is_number())
+        return a.number() < b.number() ? -1 : a.number() > b.number();
     r.need_defined(a), r.need_defined(b);
     if (!a.is_string() || !b.is_string())
         tpl_bad(r.line, "cannot order %s and %s", a.kind_name(), b.kind_name());
@@ -2681,6 +3003,20 @@ static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) 
     return std::any_of(seq.items().begin(), seq.items().end(), [&](auto &item) { return tpl_equal(r, item, what); });
 }
 
+// As Python writes it: the fewest digits that give the number again.
+static string tpl_float_text(double f) {
+    const plain_locale c;
+    char buf[40];
+    int digits = 0;
+    do
+        snprintf(buf, sizeof buf, "%.*e", digits++, f);
+    while (digits < 17 && strtod(buf, nullptr) != f);
+    const int exponent = f == 0 ? 0 : atoi(strchr(buf, 'e') + 1);
+    if (exponent >= -4 && exponent < 16)
+        snprintf(buf, sizeof buf, "%.*f", std::max(digits - 1 - exponent, 1), f);
+    return buf;
+}
+
 // Appends values as Python's repr() or as JSON. Text inside keeps its marks; punctuation counts as given.
 struct tpl_writer {
     tpl_run &r;
@@ -2724,12 +3060,14 @@ struct tpl_writer {
             return put(json ? v.i ? "true" : "false" : v.i ? "True" : "False");
         if (v.is_int())
             return put(std::to_string(v.i));
+        if (v.kind == TPL_FLOAT)
+            return put(tpl_float_text(v.number()));
         if (json && v.kind != TPL_LIST && v.kind != TPL_DICT)
             tpl_bad(r.line, "tojson: a value of kind %s cannot become JSON", v.kind_name());
         if (v.kind != TPL_LIST && v.kind != TPL_DICT)
             return put(v.kind == TPL_UNDEFINED ? "Undefined" : strf("<%s>", v.kind_name()));
-        if (r.as_parts) // the template does not know parts, and would print Python's notation of them
-            tpl_bad(r.line, "a %s is printed", v.kind_name());
+        if (v.h->parts && !json) // the template does not know parts, and would print Python's notation of them
+            tpl_bad(r.line, "a content in parts is printed");
         const bool dict = v.kind == TPL_DICT, lines = indent >= 0 && !v.items().empty();
         auto newline = [&](int depth) { put("\n" + string(size_t(depth) * size_t(indent), ' ')); };
         put(dict ? "{" : "[");
@@ -2756,7 +3094,7 @@ static tpl_value tpl_string(tpl_run &r, const tpl_value &v) {
     tpl_text out;
     if (v.kind != TPL_UNDEFINED)
         tpl_writer{r, out, false}.value(v, 0);
-    if (v.is_int() || v.kind == TPL_NONE)
+    if (v.is_number() || v.kind == TPL_NONE)
         std::fill(out.marks.begin(), out.marks.end(), TPL_OURS);
     return r.text(std::move(out));
 }
@@ -3010,6 +3348,8 @@ static tpl_value tpl_dict_view(tpl_run &r, const tpl_value &v, size_t what) {
 
 // int() of Python: undefined when v neither is nor spells a whole number.
 static tpl_value tpl_number(const tpl_value &v) {
+    if (v.kind == TPL_FLOAT)
+        return std::fabs(v.number()) < 9e18 ? tpl_int(int64_t(v.number())) : tpl_value();
     if (!v.is_string())
         return v.is_int() ? tpl_int(v.i) : tpl_value();
     const char *end = v.bytes().data() + v.text().size();
@@ -3050,10 +3390,8 @@ static tpl_value tpl_strftime(tpl_run &r, const string &format) {
     }
     tm t;
     char buf[512];
-    locale_t plain = newlocale(LC_ALL_MASK, "C", locale_t(0));
-    size_t n = plain && localtime_r(&r.now, &t) ? strftime_l(buf, sizeof buf, format.c_str(), &t, plain) : 0;
-    if (plain)
-        freelocale(plain);
+    const plain_locale c;
+    const size_t n = localtime_r(&r.now, &t) ? strftime(buf, sizeof buf, format.c_str(), &t) : 0;
     if (!n && !format.empty())
         tpl_bad(r.line, "strftime_now: '%s' gives no text or more than %zu bytes", show(format).c_str(), sizeof buf);
     return r.text(string_view(buf, n));
@@ -3095,9 +3433,9 @@ static const tpl_builtin tpl_builtins[] = {
     TPL_TEST("string", "", a->is_string())
     TPL_TEST("mapping", "", a->kind == TPL_DICT)
     TPL_TEST("sequence iterable", "", a->is_sequence())
-    TPL_TEST("number", "", a->is_int())
+    TPL_TEST("number", "", a->is_number())
     TPL_TEST("integer", "", a->kind == TPL_INT)
-    TPL_TEST("float", "", false)
+    TPL_TEST("float", "", a->kind == TPL_FLOAT)
     TPL_TEST("boolean", "", a->kind == TPL_BOOL)
     TPL_TEST("true", "", a->kind == TPL_BOOL && a->i)
     TPL_TEST("false", "", a->kind == TPL_BOOL && !a->i)
@@ -3805,8 +4143,12 @@ struct tpl_interpreter {
 
 // ---- rendering --------------------------------------------------------------------------------------------------
 
-struct chat_message {
-    string role, content;
+// What a template is rendered with. The texts belong to the caller.
+struct chat_input {
+    const json_value *messages = nullptr; // an array of objects
+    vector<std::pair<string_view, const json_value *>> args;
+    bool add_generation_prompt = false;
+    string_view bos, eos;
 };
 
 struct chat_text {
@@ -3819,39 +4161,123 @@ struct template_limits {
     time_t now = 0;                                                  // for strftime_now; 0: the clock
 };
 
+// Messages of roles and contents as the JSON array that parse_json would make of them.
+static json_document messages_document(const engine_message *messages, size_t n) {
+    json_document d;
+    d.values.reserve(1 + 5 * n);
+    d.values.push_back({JSON_ARRAY, uint32_t(n), 1 + 5 * n});
+    for (size_t i = 0; i < n; i++) {
+        d.values.push_back({JSON_OBJECT, 2, 5});
+        for (string_view s : {string_view("role"), string_view(messages[i].role), string_view("content"),
+                              string_view(messages[i].content)})
+            d.values.push_back(json_value(s));
+    }
+    return d;
+}
+
+static tpl_value tpl_from_json(tpl_run &r, const json_value &v, char mark) {
+    r.work(1);
+    if (v.kind == JSON_STRING)
+        return r.text(v.text(), mark);
+    if (v.kind == JSON_NULL)
+        return tpl_none();
+    if (v.kind < JSON_STRING) // the bits of a float are in i too
+        return {v.kind == JSON_BOOL ? TPL_BOOL : v.kind == JSON_INT ? TPL_INT : TPL_FLOAT, v.i, nullptr};
+    const bool dict = v.kind == JSON_OBJECT;
+    vector<tpl_value> items;
+    const size_t n = size_t(v.n) * (dict ? 2 : 1);
+    r.room(n * sizeof(tpl_value));
+    items.reserve(n);
+    for (const json_value *item = v.begin(); item != v.end(); item = item->next())
+        items.push_back(tpl_from_json(r, *item, mark));
+    return r.make(dict ? TPL_DICT : TPL_LIST, {}, std::move(items));
+}
+
+// fn(text) for each text of a message's content, which is a string or a list of parts.
+template <class F> static void tpl_content_texts(const json_value &message, F &&fn) {
+    const json_value *content = message.find("content");
+    if (content && content->kind == JSON_STRING)
+        fn(content->text());
+    if (content && content->kind == JSON_ARRAY)
+        for (const json_value *part = content->begin(); part != content->end(); part = part->next())
+            if (const json_value *text = part->find("text"))
+                fn(text->text());
+}
+
+enum tpl_form { TPL_AS_GIVEN, TPL_AS_PARTS, TPL_AS_STRING };
+
+static tpl_value tpl_content(tpl_run &r, const json_value &v, tpl_form form) {
+    const auto is_text = [](const json_value &part) {
+        const json_value *type = part.find("type"), *text = part.find("text");
+        return type && type->text() == "text" && text && text->kind == JSON_STRING;
+    };
+    tpl_value content = tpl_from_json(r, v, TPL_CONTENT);
+    if (form == TPL_AS_PARTS && v.kind == JSON_STRING)
+        content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
+    if (content.kind != TPL_LIST)
+        return content;
+    tpl_text joined;
+    bool only_text = form == TPL_AS_STRING;
+    for (const json_value *part = v.begin(); only_text && part != v.end(); part = part->next())
+        if ((only_text = is_text(*part)))
+            r.put(joined, tpl_text(string(part->find("text")->text()), TPL_CONTENT));
+    if (only_text)
+        return r.text(std::move(joined));
+    content.h->parts = true;
+    for (const tpl_value &part : content.items())
+        if (part.is_dict())
+            part.h->parts = true;
+    return content;
+}
+
+static tpl_value tpl_message(tpl_run &r, const json_value &v, tpl_form form) {
+    vector<tpl_value> items;
+    for (const json_value *key = v.begin(); key != v.end(); key = key[1].next()) {
+        items.push_back(r.text(key->text(), TPL_GIVEN));
+        items.push_back(key->text() == "content" ? tpl_content(r, key[1], form) : tpl_from_json(r, key[1], TPL_GIVEN));
+    }
+    return r.make(TPL_DICT, {}, std::move(items));
+}
+
 // The interpreter before it starts: budget and variables.
-static void tpl_prepare(tpl_interpreter &in, const vector<chat_message> &messages, bool add_generation_prompt,
-                        string_view bos, string_view eos, const template_limits &limits) {
-    uint64_t bytes = 0;
-    for (const chat_message &m : messages)
-        bytes += m.role.size() + m.content.size();
+static void tpl_prepare(tpl_interpreter &in, const chat_input &chat, tpl_form form, const template_limits &limits) {
+    uint64_t bytes = 0; // of texts: what is no longer than a name is part of the messages' structure
+    const auto count = [&bytes](const json_value &all) {
+        for (const json_value *v = &all; v != all.next(); v++)
+            bytes += v->text().size() < 16 ? 0 : v->text().size();
+    };
+    count(*chat.messages);
+    for (const auto &arg : chat.args)
+        count(*arg.second);
     tpl_run &r = in.r;
-    r.max_steps = limits.max_steps + 1000 * messages.size() + bytes;
-    r.max_live = limits.max_memory + 4096 * messages.size() + 16 * bytes;
+    r.max_steps = limits.max_steps + 1000 * chat.messages->n + bytes;
+    r.max_live = limits.max_memory + 4096 * chat.messages->n + 16 * bytes;
     r.now = limits.now ? limits.now : time(nullptr);
     vector<tpl_value> list;
-    for (const chat_message &m : messages) {
-        tpl_value content = r.text(m.content, TPL_CONTENT);
-        if (r.as_parts)
-            content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
-        list.push_back(r.make(TPL_DICT, {}, {r.text("role"), r.text(m.role, TPL_GIVEN), r.text("content"), content}));
-    }
+    for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
+        list.push_back(tpl_message(r, *m, form));
     in.set("messages", r.list(std::move(list)));
     in.set("tools", tpl_none()); // as Hugging Face does: templates ask "is not none"
     in.set("documents", tpl_none());
-    in.set("add_generation_prompt", tpl_bool(add_generation_prompt));
-    in.set("bos_token", r.text(bos));
-    in.set("eos_token", r.text(eos));
+    in.set("add_generation_prompt", tpl_bool(chat.add_generation_prompt));
+    in.set("bos_token", r.text(chat.bos));
+    in.set("eos_token", r.text(chat.eos));
     for (int64_t i = 0; tpl_builtins[i].names; i++)
         if (tpl_builtins[i].roles & TPL_AS_FUNCTION)
             in.set(tpl_builtins[i].names, {TPL_FUNCTION, i, nullptr});
+    // Tools and documents may come from strangers, so special tokens in them are text; a variable such as bos_token is
+    // there to be one.
+    for (const auto &arg : chat.args) {
+        const bool token = arg.first.size() > 6 && arg.first.substr(arg.first.size() - 6) == "_token";
+        in.set(arg.first, tpl_from_json(r, *arg.second, token ? TPL_OURS : TPL_GIVEN));
+    }
 }
 
-// Contents are strings. Some templates expect a list of {type: "text", text: ...} instead: they fail on a string, or
-// print nothing of it. Then the list is tried, and used when it brings the content out. But what the template refuses
-// with raise_exception stays refused: the other form must not get past it.
-static chat_text render_template(string_view source, const vector<chat_message> &messages, bool add_generation_prompt,
-                                 string_view bos, string_view eos, const template_limits &limits = {}) {
+// Contents are what they are given as, mostly strings. Some templates expect a list of {type: "text", text: ...}
+// instead: they fail on a string, or print nothing of it; others know strings only. Then the other form is tried, and
+// used when it brings the content out. But what the template refuses with raise_exception stays refused: the other form
+// must not get past it.
+static chat_text render_template(string_view source, const chat_input &chat, const template_limits &limits = {}) {
     tpl_lexer lexer;
     const string text = tpl_source(source); // the tokens point into it
     lexer.src = text;
@@ -3861,13 +4287,12 @@ static chat_text render_template(string_view source, const vector<chat_message> 
         Error error{0, ""};
         bool refused = false, shows_content = false;
     };
-    auto render = [&](bool as_parts) {
+    auto render = [&](tpl_form form) {
         outcome o;
         tpl_interpreter in(lexer.out);
-        in.r.as_parts = as_parts;
         in.out = &o.out;
         try {
-            tpl_prepare(in, messages, add_generation_prompt, bos, eos, limits);
+            tpl_prepare(in, chat, form, limits);
             in.block({TPL_WORD, 1, "template", {}}, "");
             o.shows_content = o.out.marks.find(TPL_CONTENT) != string::npos;
         } catch (Error &e) {
@@ -3877,17 +4302,22 @@ static chat_text render_template(string_view source, const vector<chat_message> 
         return o;
     };
     auto content_beside = [&](const char *blanks) {
-        return std::any_of(messages.begin(), messages.end(),
-                           [&](const chat_message &m) { return m.content.find_first_not_of(blanks) != string::npos; });
+        bool found = false;
+        for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
+            tpl_content_texts(*m, [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
+        return found;
     };
-    outcome o = render(false);
+    outcome o = render(TPL_AS_GIVEN);
     const bool failed = o.error.code != 0;
-    if (!o.refused && (failed || (!o.shows_content && content_beside("")))) {
-        outcome parts = render(true);
-        // A template that trims blank contents away does not miss them.
-        if (parts.shows_content || (parts.refused && (failed || content_beside(" \t\r\n"))))
-            o = std::move(parts);
-    }
+    if (!o.refused && (failed || (!o.shows_content && content_beside(""))))
+        for (tpl_form form : {TPL_AS_PARTS, TPL_AS_STRING}) {
+            outcome other = render(form);
+            // A template that trims blank contents away does not miss them.
+            if (other.shows_content || (other.refused && (failed || content_beside(" \t\r\n")))) {
+                o = std::move(other);
+                break;
+            }
+        }
     if (o.error.code)
         throw std::move(o.error);
     return {std::move(o.out.bytes), std::move(o.out.marks)};
@@ -3903,9 +4333,12 @@ static chat_text render_template(string_view source, const vector<chat_message> 
 
 // What distinguishes one dense decoder from another. A new one should cost one row here.
 enum : unsigned {
-    ROPE_HALVES = 1, // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
-    QK_NORM = 2,     // RMS norm over each query and key head
-    QKV_BIAS = 4,    // attn_{q,k,v}.bias must exist; elsewhere they are optional
+    ROPE_HALVES = 1,  // rotary pairs (i, i + n_rot/2); otherwise (2i, 2i + 1)
+    QK_NORM = 2,      // RMS norm over each query and key head
+    QKV_BIAS = 4,     // attn_{q,k,v}.bias must exist; elsewhere they are optional
+    POST_NORM = 8,    // attention and feed-forward each norm their output before it is added
+    EMBED_SCALE = 16, // embeddings are multiplied by sqrt(n_embd)
+    WINDOWS = 32,     // some layers see a window only, and rotate with a base of their own
 };
 struct arch {
     const char *name; // general.architecture, also the prefix of its keys
@@ -3916,6 +4349,7 @@ static const arch arch_table[] = {
     {"llama", 0, 0},
     {"qwen2", 0, ROPE_HALVES | QKV_BIAS},
     {"qwen3", 0, ROPE_HALVES | QK_NORM},
+    {"gemma3", 1, ROPE_HALVES | QK_NORM | POST_NORM | EMBED_SCALE | WINDOWS},
 };
 
 struct hparams {
@@ -3924,8 +4358,9 @@ struct hparams {
     int pairing; // OP_ROPE's
     int glu;     // OP_GLU's kind
     float eps;
-    float attn_scale; // of q . k
-    float rope_scale; // multiplies cos and sin (YaRN's attention factor)
+    float attn_scale;  // of q . k
+    float embed_scale; // of embeddings
+    float rope_scale;  // multiplies cos and sin of the first rotary table (YaRN's attention factor)
 };
 
 // A null handle means that the model does not have it.
@@ -3937,12 +4372,14 @@ struct layer {
     mat wo;             // [n_embd, n_head * dim_v]
     mem bq, bk, bv, bo; // biases of these
     mem q_norm, k_norm; // [dim_k]
+    mem post_attn_norm; // [n_embd], of what attention adds
     mem ffn_norm;       // [n_embd]
     mat gate, up;       // [n_ff, n_embd]
     mat down;           // [n_embd, n_ff]
     mem b_gate, b_up, b_down;
-    int window; // tokens that attention sees, this one included; 0: all
-    int rotary; // which of the rotary tables
+    mem post_ffn_norm; // [n_embd], of what feed-forward adds
+    int window;        // tokens that attention sees, this one included; 0: all
+    int rotary;        // which of the rotary tables
 };
 
 struct weights {
@@ -3956,18 +4393,26 @@ struct weights {
     int64_t decode_bytes = 0;
 };
 
-// The angle per position of each rotary pair: base^(-2i/n), changed by the file's scaling rule. Linear divides by
-// the factor; YaRN (arXiv 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and
-// scales attention; Llama-3 files carry the divisors as a tensor.
+// The angle per position of each rotary pair without scaling: base^(-2i/n). *base is the value of `key`.
+static vector<double> plain_freqs(const model_file &f, const string &key, int n_rot, double *base) {
+    *base = f.get_float(key, 10000.0);
+    if (!(*base >= 1 && *base <= 1e12))
+        f.bad(key, "%g is out of range 1 to 1e12", *base);
+    vector<double> freqs;
+    for (int i = 0; i < n_rot / 2; i++)
+        freqs.push_back(exact_exp(-2.0 * i / n_rot * exact_log(*base)));
+    return freqs;
+}
+
+// The first rotary table: plain, then changed by the file's scaling rule. Linear divides by the factor; YaRN (arXiv
+// 2309.00071, section 3) divides slow pairs, keeps fast ones, ramps in between and scales attention; Llama-3 files
+// carry the divisors as a tensor.
 static void load_rotary(const model_file &f, const string &prefix, weights &w) {
     hparams &hp = w.hp;
     const auto key = [&](const char *name) { return prefix + name; };
-    const double base = f.get_float(key("rope.freq_base"), 10000.0);
-    if (!(base >= 1 && base <= 1e12))
-        f.bad(key("rope.freq_base"), "%g is out of range 1 to 1e12", base);
+    double base;
+    w.freqs[0] = plain_freqs(f, key("rope.freq_base"), hp.n_rot, &base);
     const int half = hp.n_rot / 2;
-    for (int i = 0; i < half; i++)
-        w.freqs[0].push_back(exact_exp(-2.0 * i / hp.n_rot * exact_log(base)));
 
     if (const tensor_info *t = f.find("rope_freqs.weight")) {
         if (t->type != TYPE_F32 || t->dims[0] != uint64_t(half) || t->dims[1] * t->dims[2] * t->dims[3] != 1)
@@ -4048,15 +4493,51 @@ static hparams load_hparams(const model_file &f, const arch &a, const string &pr
     if (f.get_int(prefix + "expert_count", 0, 0, INT_MAX) > 0)
         fail(ENGINE_EUNSUPPORTED, "%s: %sexpert_count: mixture-of-experts models are not supported yet",
              show_path(f.path).c_str(), prefix.c_str());
-    if (f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
+    if (!(a.flags & WINDOWS) && f.get_int(prefix + "attention.sliding_window", 0, 0, INT_MAX) > 0)
         log_msg(ENGINE_LOG_WARN,
                 "%s: %sattention.sliding_window is not used by this architecture; full attention it is",
                 show_path(f.path).c_str(), prefix.c_str());
+    for (const char *name : {"attn_logit_softcapping", "final_logit_softcapping"}) // of Gemma 2, copied by converters
+        if (f.get_float(prefix + name, 0.0) != 0)
+            log_msg(ENGINE_LOG_WARN, "%s: %s%s is not used by this architecture", show_path(f.path).c_str(),
+                    prefix.c_str(), name);
     hp.n_vocab = v.n;
     hp.pairing = a.flags & ROPE_HALVES ? 1 : 0;
     hp.glu = a.glu;
-    hp.attn_scale = float(1 / std::sqrt(double(hp.dim_k)));
+    hp.embed_scale = a.flags & EMBED_SCALE ? float(std::sqrt(double(hp.n_embd))) : 1.0f;
+    // Gemma 3's largest model, the one with 62 layers, scales by what its heads would measure if they shared n_embd out
+    // among themselves. Its files do not say so.
+    const bool shared_out = string_view(a.name) == "gemma3" && hp.n_layer == 62;
+    hp.attn_scale = float(1 / std::sqrt(double(shared_out ? hp.n_embd / hp.n_head : hp.dim_k)));
     return hp;
+}
+
+// Which layers see a window only. The file says it for each layer, or gives a period: the last layer of each sees
+// everything, and with period 0 none does. Window layers have the second rotary table, which no scaling rule changes.
+static void load_windows(const model_file &f, const string &prefix, weights &w) {
+    const string key = prefix + "attention.sliding_window_pattern";
+    const int window = int(f.need_int(prefix + "attention.sliding_window", 1, INT_MAX)), n = int(w.layers.size());
+    const meta_value *v = f.meta(key);
+    meta_array list;
+    int64_t period = 6;
+    if (v && v->type == META_ARRAY) {
+        list = f.get_array(key, v->item == META_BOOL ? KIND_BOOL : KIND_INT);
+        if (list.count != uint64_t(n))
+            f.bad(key, "has %llu items, but the model has %d layers", (unsigned long long)list.count, n);
+    } else {
+        period = f.get_int(key, period, 0, INT_MAX);
+    }
+    // The two bases differ, so the default of the others is not right for the first, and some converters name it oddly.
+    if (!f.meta(prefix + "rope.freq_base"))
+        f.bad(prefix + "rope.freq_base", "is missing");
+    double base;
+    const vector<double> freqs = plain_freqs(f, prefix + "rope.freq_base_swa", w.hp.n_rot, &base);
+    for (int i = 0; i < n; i++)
+        if (list.data ? list.int_at(uint64_t(i)) != 0 : period == 0 || (i + 1) % period != 0) {
+            w.layers[size_t(i)].window = window;
+            w.layers[size_t(i)].rotary = 1;
+            w.freqs[1] = freqs;
+        }
 }
 
 // Finds tensors by name, checks their shape, and hands their bytes to the backend.
@@ -4136,6 +4617,10 @@ static layer load_layer(binder &b, const hparams &hp, unsigned flags, int i) {
         l.q_norm = b.vector_f32(name("attn_q_norm.weight"), hp.dim_k);
         l.k_norm = b.vector_f32(name("attn_k_norm.weight"), hp.dim_k);
     }
+    if (flags & POST_NORM) {
+        l.post_attn_norm = b.vector_f32(name("post_attention_norm.weight"), hp.n_embd);
+        l.post_ffn_norm = b.vector_f32(name("post_ffw_norm.weight"), hp.n_embd);
+    }
     l.ffn_norm = b.vector_f32(name("ffn_norm.weight"), hp.n_embd);
     l.gate = b.matrix(name("ffn_gate.weight"), hp.n_embd, hp.n_ff);
     l.up = b.matrix(name("ffn_up.weight"), hp.n_embd, hp.n_ff);
@@ -4175,6 +4660,8 @@ static weights load_weights(const model_file &f, const vocab &v, backend *be, co
         w.out = w.embed;
     for (int i = 0; i < hp.n_layer; i++)
         w.layers.push_back(load_layer(b, hp, a.flags, i));
+    if (a.flags & WINDOWS)
+        load_windows(f, prefix, w);
 
     // A tensor that was not bound would be left out of the computation: an error. Parts for pictures (v., mm.), which
     // some files carry along, do not touch text.
@@ -5700,20 +6187,58 @@ static void narrow_row(cpu_level level, uint16_t *y, const float *x, int64_t n) 
         y[i] = float_to_half(x[i]);
 }
 
+// A row in q8_0: blocks of 32 values, the last one filled up with zeros, each a scale d in f16 and 32 int8.
+//     amax = max |x_i|, compared as bit patterns, so that a NaN wins
+//     d = amax / 127 rounded to f16;  q_i = nearest even of x_i * (1 / d), limited to [-127, 127]
+//     d = 0: all q_i = 0;  d not finite: d = NaN, all q_i = 0
+// The limit matters only where d is a denormal. A value that is read is d * q, which is exact in f32.
+CPU_BODY void q8_0_body(uint8_t *y, const float *x, int64_t n) {
+    for (int64_t begin = 0; begin < n; begin += 32, y += 34) {
+        float v[32] = {};
+        memcpy(v, x + begin, size_t(std::min<int64_t>(32, n - begin)) * sizeof(float));
+        uint32_t amax = 0;
+        for (int i = 0; i < 32; i++)
+            amax = std::max(amax, float_bits(v[i]) & 0x7fffffff);
+        uint16_t d = float_to_half(q_float(amax) / 127);
+        if (d >= 0x7c00)
+            d = 0x7e00;
+        memcpy(y, &d, 2);
+        memset(y + 2, 0, 32);
+        if (d == 0 || d == 0x7e00)
+            continue;
+        const float factor = 1 / half_to_float(d);
+        for (int i = 0; i < 32; i++) {
+            float q = v[i] * factor;
+            q = q > 127.0f ? 127.0f : q;
+            q = q < -127.0f ? -127.0f : q;
+            y[2 + i] = uint8_t(int8_t(q + 12582912.0f - 12582912.0f)); // 1.5 * 2^23
+        }
+    }
+}
+
+static void put_row(cpu_level level, int type, uint8_t *y, const float *x, int64_t n) {
+    if (type == TYPE_Q8_0)
+        cpu_at<q8_0_body>(level, y, x, n);
+    else
+        narrow_row(level, (uint16_t *)y, x, n);
+}
+
+static bool cpu_cache_type(int type) { return type == TYPE_F16 || type == TYPE_Q8_0; }
+
 static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, mem v, const step *st) {
-    if (op->type != TYPE_F16 || sg->type != TYPE_F16 || sg->ratio > 1)
-        return cpu_error(be, "kv_put: the CPU stores one f16 row per token only");
+    if (!cpu_cache_type(sg->type) || op->type != sg->type || sg->ratio > 1)
+        return cpu_error(be, "kv_put: the CPU stores one f16 or q8_0 row per token only");
     each_row(be, op->n_rows, int64_t(op->n_head_kv) * (op->dim_k + op->dim_v), [&](int64_t t) {
         const int64_t pos = at<int32_t>(st->pos)[t], seq = at<int32_t>(st->seq)[t];
         const int32_t id = at<int32_t>(st->table[sg->table])[seq * st->table_len + pos / PAGE_TOKENS];
         uint8_t *page = at<uint8_t>(sg->pool) + uint64_t(id) * sg->page_bytes;
         for (int64_t h = 0; h < op->n_head_kv; h++) {
             const uint64_t slot = uint64_t(h * PAGE_TOKENS + pos % PAGE_TOKENS);
-            narrow_row(be->level, (uint16_t *)(page + sg->k_offset + slot * sg->k_row_bytes),
-                       at<float>(k) + t * op->ld_k + h * op->dim_k, op->dim_k);
+            put_row(be->level, op->type, page + sg->k_offset + slot * sg->k_row_bytes,
+                    at<float>(k) + t * op->ld_k + h * op->dim_k, op->dim_k);
             if (!op->shared)
-                narrow_row(be->level, (uint16_t *)(page + sg->v_offset + slot * sg->v_row_bytes),
-                           at<float>(v) + t * op->ld_v + h * op->dim_v, op->dim_v);
+                put_row(be->level, op->type, page + sg->v_offset + slot * sg->v_row_bytes,
+                        at<float>(v) + t * op->ld_v + h * op->dim_v, op->dim_v);
         }
     });
 }
@@ -5733,47 +6258,88 @@ static void cpu_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, m
 // y_d = ACC_d / L, or 0 where nothing is visible. So nothing depends on other rows, and neither blocks of rows nor
 // threads show in a result.
 //
-// Few query rows (decode) read the f16 rows of a page directly, lanes being dimensions. Many rows (prefill) share keys
-// and values widened to f32, lanes being sixteen query rows. The plain version always does the first.
+// Keys and values are those of the cache's rows widened to f32, which is exact for f16 and for q8_0.
+//
+// Few query rows (decode) read the rows of a page directly, lanes being dimensions. Many rows (prefill) share keys and
+// values widened in memory, lanes being sixteen query rows. The plain version always does the first.
 
 enum { SPLIT_PAGES = 16, SPLIT_TOKENS = SPLIT_PAGES * int(PAGE_TOKENS), ATTEND_ROWS = 128, DIRECT_ROWS = 8 };
 enum { SPLIT_FLOATS = 8 << 20 }; // of all states when splits are tasks of their own
 
-// s[i] = dot(q, k_i) for n keys.
-static void plain_dots(float *s, const float *q, const uint16_t *k, int64_t ld_k, int n, int dim) {
+// Value d of a row.
+template <int TYPE> static inline float row_value(const uint8_t *row, int64_t d) {
+    return TYPE == TYPE_Q8_0 ? q_value(TYPE_Q8_0, row + d / 32 * 34, int(d % 32)) : q_value(TYPE_F16, row + d * 2, 0);
+}
+
+// s[i] = dot(q, k_i) for n keys, ld_k bytes apart.
+template <int TYPE> static void plain_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
     for (int i = 0; i < n; i++) {
         float p[16] = {};
         for (int d = 0; d < dim; d++)
-            p[d % 16] = std::fma(half_to_float(k[i * ld_k + d]), q[d], p[d % 16]);
+            p[d % 16] = std::fma(row_value<TYPE>(k + i * ld_k, d), q[d], p[d % 16]);
         s[i] = tree16(p);
     }
 }
 
 // acc[d] = fma(p[i], v[i][d], acc[d]) for slots [i0, i1).
-static void plain_values(float *acc, const float *p, const uint16_t *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int TYPE>
+static void plain_values(float *acc, const float *p, const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     for (int i = i0; i < i1; i++)
         for (int d = 0; d < dim; d++)
-            acc[d] = std::fma(p[i], half_to_float(v[i * ld_v + d]), acc[d]);
+            acc[d] = std::fma(p[i], row_value<TYPE>(v + i * ld_v, d), acc[d]);
 }
 
 #if defined(__x86_64__)
 AVX2_INLINE __m256 floats8(const float *p) { return _mm256_loadu_ps(p); }
-AVX2_INLINE __m256 floats8(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-AVX512_INLINE __m512 floats16(const float *p) { return _mm512_loadu_ps(p); }
-AVX512_INLINE __m512 floats16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-AVX2 static void avx2_widen(float *y, const uint16_t *x, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(y + i, floats8(x + i));
+// 8 or 16 values of a row from d + 8 * b or d + 16 * b on. d and b stand apart so that the compiler sees which of them
+// share a q8_0 block: d is a multiple of 32, or of 16 where the values end with d's block.
+template <int TYPE> AVX2_INLINE __m256 row_floats8(const uint8_t *row, unsigned d, unsigned b) {
+    if constexpr (TYPE == TYPE_Q8_0) {
+        const uint8_t *block = row + d / 32 * 34 + b / 4 * 34, *q = block + 2 + d % 32 + b % 4 * 8;
+        const __m256 scale = _mm256_cvtph_ps(_mm_set1_epi16(load_as<int16_t>(block)));
+        return _mm256_mul_ps(
+            scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(q)))));
+    } else {
+        return load_floats8<TYPE>(row + (d + b * 8) * (TYPE == TYPE_F32 ? 4 : 2));
+    }
+}
+
+template <int TYPE> AVX512_INLINE __m512 row_floats16(const uint8_t *row, unsigned d, unsigned b) {
+    if constexpr (TYPE == TYPE_Q8_0) {
+        const uint8_t *block = row + d / 32 * 34 + b / 2 * 34;
+        const __m512 scale = _mm512_cvtph_ps(_mm256_set1_epi16(load_as<int16_t>(block)));
+        return _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(block + 2 + d % 32 + b % 2 * 16))));
+    } else if constexpr (TYPE == TYPE_F16) {
+        return _mm512_cvtph_ps(load32(row + (d + b * 16) * 2));
+    } else {
+        return _mm512_loadu_ps(row + (d + b * 16) * 4);
+    }
+}
+
+template <int TYPE> AVX2 static void avx2_widen(float *y, const uint8_t *row, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int b = 0; b < 2; b++)
+            _mm256_storeu_ps(y + i + b * 8, row_floats8<TYPE>(row, unsigned(i), unsigned(b)));
     for (; i < n; i++)
-        y[i] = half_to_float(x[i]);
+        y[i] = row_value<TYPE>(row, i);
+}
+
+// tree16 of four dot products at once, from what r_i = p_i + p_{i+8} gives.
+AVX2_INLINE __m128 trees4(const __m256 *r) {
+    __m128 h[4];
+    for (int a = 0; a < 4; a++)
+        h[a] = _mm_add_ps(_mm256_castps256_ps128(r[a]), _mm256_extractf128_ps(r[a], 1));
+    __m128 x = _mm_add_ps(_mm_shuffle_ps(h[0], h[1], 0x44), _mm_shuffle_ps(h[0], h[1], 0xee));
+    __m128 y = _mm_add_ps(_mm_shuffle_ps(h[2], h[3], 0x44), _mm_shuffle_ps(h[2], h[3], 0xee));
+    return _mm_add_ps(_mm_shuffle_ps(x, y, 0x88), _mm_shuffle_ps(x, y, 0xdd));
 }
 
 // s[a * PAGE_TOKENS + i] = dot(q_a, k_i) for NQ queries [NQ, dim] and n keys; four pairs of them per pass, with two
-// registers of partial sums each. n and dim are multiples of 16. Serves AVX-512 as well: memory is the limit.
-template <int NQ, class T>
-AVX2 static void avx2_dots(float *s, const float *q, const T *k, int64_t ld_k, int n, int dim) {
+// registers of partial sums each. n and dim are multiples of 16.
+template <int NQ, int TYPE>
+AVX2 static void avx2_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
     constexpr int NK = 4 / NQ;
     for (int i = 0; i < n; i += NK) {
         __m256 lo[4], hi[4];
@@ -5781,52 +6347,74 @@ AVX2 static void avx2_dots(float *s, const float *q, const T *k, int64_t ld_k, i
             lo[a] = hi[a] = _mm256_setzero_ps();
         for (int d = 0; d < dim; d += 16)
             for (int b = 0; b < NK; b++) {
-                __m256 k0 = floats8(k + (i + b) * ld_k + d), k1 = floats8(k + (i + b) * ld_k + d + 8);
+                const uint8_t *row = k + (i + b) * ld_k;
+                __m256 k0 = row_floats8<TYPE>(row, unsigned(d), 0), k1 = row_floats8<TYPE>(row, unsigned(d), 1);
                 for (int a = 0; a < NQ; a++) {
                     lo[a * NK + b] = _mm256_fmadd_ps(k0, floats8(q + int64_t(a) * dim + d), lo[a * NK + b]);
                     hi[a * NK + b] = _mm256_fmadd_ps(k1, floats8(q + int64_t(a) * dim + d + 8), hi[a * NK + b]);
                 }
             }
-        __m128 h[4]; // the trees of tree16, four at once; here r_i + r_{i+4}
-        for (int a = 0; a < 4; a++) {
-            __m256 r = _mm256_add_ps(lo[a], hi[a]);
-            h[a] = _mm_add_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
-        }
-        __m128 x = _mm_add_ps(_mm_shuffle_ps(h[0], h[1], 0x44), _mm_shuffle_ps(h[0], h[1], 0xee));
-        __m128 y = _mm_add_ps(_mm_shuffle_ps(h[2], h[3], 0x44), _mm_shuffle_ps(h[2], h[3], 0xee));
+        for (int a = 0; a < 4; a++)
+            lo[a] = _mm256_add_ps(lo[a], hi[a]);
         float r[4];
-        _mm_storeu_ps(r, _mm_add_ps(_mm_shuffle_ps(x, y, 0x88), _mm_shuffle_ps(x, y, 0xdd)));
+        _mm_storeu_ps(r, trees4(lo));
         for (int a = 0; a < NQ; a++)
             memcpy(s + a * PAGE_TOKENS + i, r + a * NK, NK * sizeof(float));
     }
 }
 
-// acc[a][d] = fma(p[a * step_q + i * step_i], v[i][d], acc[a][d]) for slots [i0, i1). acc [NQ, dim], dim a multiple of
-// 16, in strips of NV registers that stay in place.
-template <int NQ, int NV, class T> AVX2_INLINE void avx2_strip(float *acc, const float *p, int step_q, int step_i,
-                                                               const T *v, int64_t ld_v, int i0, int i1, int dim) {
+// The same with eight pairs per pass and one register each.
+template <int NQ, int TYPE>
+AVX512 static void avx512_dots(float *s, const float *q, const uint8_t *k, int64_t ld_k, int n, int dim) {
+    constexpr int NK = 8 / NQ;
+    for (int i = 0; i < n; i += NK) {
+        __m512 p[8];
+        for (__m512 &x : p)
+            x = _mm512_setzero_ps();
+        for (int d = 0; d < dim; d += 16)
+            for (int b = 0; b < NK; b++) {
+                const __m512 key = row_floats16<TYPE>(k + (i + b) * ld_k, unsigned(d), 0);
+                for (int a = 0; a < NQ; a++)
+                    p[a * NK + b] = _mm512_fmadd_ps(key, _mm512_loadu_ps(q + int64_t(a) * dim + d), p[a * NK + b]);
+            }
+        __m256 half[8];
+        for (int a = 0; a < 8; a++)
+            half[a] = _mm256_add_ps(_mm512_castps512_ps256(p[a]), _mm512_extractf32x8_ps(p[a], 1));
+        float r[8];
+        _mm_storeu_ps(r, trees4(half));
+        _mm_storeu_ps(r + 4, trees4(half + 4));
+        for (int a = 0; a < NQ; a++)
+            memcpy(s + a * PAGE_TOKENS + i, r + a * NK, NK * sizeof(float));
+    }
+}
+
+// acc[a][d] = fma(p[a * step_q + i * step_i], v[i][d], acc[a][d]) for slots [i0, i1), rows of v ld_v bytes apart.
+// acc [NQ, dim], dim a multiple of 16, in strips of NV registers, from d on, that stay in place.
+template <int NQ, int NV, int TYPE> AVX2_INLINE void avx2_strip(float *acc, const float *p, int step_q, int step_i,
+                                                                const uint8_t *v, int64_t ld_v, int i0, int i1, int dim,
+                                                                int d) {
     __m256 sum[NQ][NV];
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            sum[a][b] = _mm256_loadu_ps(acc + int64_t(a) * dim + b * 8);
+            sum[a][b] = _mm256_loadu_ps(acc + int64_t(a) * dim + d + b * 8);
     for (int i = i0; i < i1; i++)
         for (int b = 0; b < NV; b++) {
-            __m256 value = floats8(v + i * ld_v + b * 8);
+            __m256 value = row_floats8<TYPE>(v + i * ld_v, unsigned(d), unsigned(b));
             for (int a = 0; a < NQ; a++)
                 sum[a][b] = _mm256_fmadd_ps(_mm256_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
         }
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            _mm256_storeu_ps(acc + int64_t(a) * dim + b * 8, sum[a][b]);
+            _mm256_storeu_ps(acc + int64_t(a) * dim + d + b * 8, sum[a][b]);
 }
 
-template <int NQ, class T> AVX2 static void avx2_values(float *acc, const float *p, int step_q, int step_i, const T *v,
-                                                        int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int TYPE> AVX2 static void avx2_values(float *acc, const float *p, int step_q, int step_i,
+                                                         const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     int d = 0;
     for (; d + 64 / NQ <= dim; d += 64 / NQ)
-        avx2_strip<NQ, 8 / NQ>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx2_strip<NQ, 8 / NQ, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
     for (; d < dim; d += 16)
-        avx2_strip<NQ, 2>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx2_strip<NQ, 2, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
 }
 
 // Where the partial sum of round c begins: bit-reversed (0, 8, 4, 12, 2, …), so that tree16 is a binary counter's
@@ -5882,49 +6470,51 @@ AVX512 static void avx512_wide_dots(float *s, const float *q, const float *k, in
     }
 }
 
-template <int NQ, int NV, class T> AVX512_INLINE void avx512_strip(float *acc, const float *p, int step_q, int step_i,
-                                                                   const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int NV, int TYPE> AVX512_INLINE void avx512_strip(float *acc, const float *p, int step_q, int step_i,
+                                                                    const uint8_t *v, int64_t ld_v, int i0, int i1,
+                                                                    int dim, int d) {
     __m512 sum[NQ][NV];
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            sum[a][b] = _mm512_loadu_ps(acc + int64_t(a) * dim + b * 16);
+            sum[a][b] = _mm512_loadu_ps(acc + int64_t(a) * dim + d + b * 16);
     for (int i = i0; i < i1; i++)
         for (int b = 0; b < NV; b++) {
-            __m512 value = floats16(v + i * ld_v + b * 16);
+            __m512 value = row_floats16<TYPE>(v + i * ld_v, unsigned(d), unsigned(b));
             for (int a = 0; a < NQ; a++)
                 sum[a][b] = _mm512_fmadd_ps(_mm512_set1_ps(p[a * step_q + i * step_i]), value, sum[a][b]);
         }
     for (int a = 0; a < NQ; a++)
         for (int b = 0; b < NV; b++)
-            _mm512_storeu_ps(acc + int64_t(a) * dim + b * 16, sum[a][b]);
+            _mm512_storeu_ps(acc + int64_t(a) * dim + d + b * 16, sum[a][b]);
 }
 
-template <int NQ, class T> AVX512 static void avx512_values(float *acc, const float *p, int step_q, int step_i,
-                                                            const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int NQ, int TYPE> AVX512 static void avx512_values(float *acc, const float *p, int step_q, int step_i,
+                                                             const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
     int d = 0;
     for (; d + 64 <= dim; d += 64)
-        avx512_strip<NQ, 4>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx512_strip<NQ, 4, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
     for (; d < dim; d += 16)
-        avx512_strip<NQ, 1>(acc + d, p, step_q, step_i, v + d, ld_v, i0, i1, dim);
+        avx512_strip<NQ, 1, TYPE>(acc, p, step_q, step_i, v, ld_v, i0, i1, dim, d);
 }
 
-#define BY_COUNT(f) (nq == 4 ? f<4, T> : nq == 2 ? f<2, T> : f<1, T>)
+#define BY_COUNT(f) (nq == 4 ? f<4, TYPE> : nq == 2 ? f<2, TYPE> : f<1, TYPE>)
 #endif
 
 // For nq = 1, 2 or 4 query rows; the plain versions take one.
-static void page_dots(cpu_level level, int nq, float *s, const float *q, const uint16_t *k, int64_t ld_k, int n,
-                      int dim) {
+template <int TYPE> static void page_dots(cpu_level level, int nq, float *s, const float *q, const uint8_t *k,
+                                          int64_t ld_k, int n, int dim) {
 #if defined(__x86_64__)
-    using T = uint16_t;
-    if (level != CPU_PLAIN)
+    if (level == CPU_AVX512)
+        return BY_COUNT(avx512_dots)(s, q, k, ld_k, n, dim);
+    if (level == CPU_AVX2)
         return BY_COUNT(avx2_dots)(s, q, k, ld_k, n, dim);
 #endif
     (void)level, (void)nq;
-    plain_dots(s, q, k, ld_k, n, dim);
+    plain_dots<TYPE>(s, q, k, ld_k, n, dim);
 }
 
-template <class T> static void page_values(cpu_level level, int nq, float *acc, const float *p, int step_q, int step_i,
-                                           const T *v, int64_t ld_v, int i0, int i1, int dim) {
+template <int TYPE> static void page_values(cpu_level level, int nq, float *acc, const float *p, int step_q, int step_i,
+                                            const uint8_t *v, int64_t ld_v, int i0, int i1, int dim) {
 #if defined(__x86_64__)
     if (level == CPU_AVX512)
         return BY_COUNT(avx512_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
@@ -5932,8 +6522,8 @@ template <class T> static void page_values(cpu_level level, int nq, float *acc, 
         return BY_COUNT(avx2_values)(acc, p, step_q, step_i, v, ld_v, i0, i1, dim);
 #endif
     (void)level, (void)nq, (void)step_q, (void)step_i;
-    if constexpr (sizeof(T) == 2)
-        plain_values(acc, p, v, ld_v, i0, i1, dim);
+    if constexpr (TYPE != TYPE_F32)
+        plain_values<TYPE>(acc, p, v, ld_v, i0, i1, dim);
 }
 
 // Scores of one query row become weights: s [PAGE_TOKENS], of which [lo, hi), not empty, is visible. Returns what acc
@@ -6053,29 +6643,32 @@ struct attend_space {
 };
 
 // Adds the weighted values of nq (1, 2 or 4) query rows, together when all see the same slots.
-template <class T> static void attend_values(const attend_job &j, int nq, float *acc, const float *p, int step_q,
-                                             int step_i, const T *v, int64_t ld_v, const int *lo, const int *hi) {
+template <int TYPE> static void attend_values(const attend_job &j, int nq, float *acc, const float *p, int step_q,
+                                              int step_i, const uint8_t *v, int64_t ld_v, const int *lo,
+                                              const int *hi) {
     const bool same = std::count(lo, lo + nq, *lo) == nq && std::count(hi, hi + nq, *hi) == nq;
     for (int a = 0; a < (same ? 1 : nq); a++)
         if (lo[a] < hi[a])
-            page_values(j.be->level, same ? nq : 1, acc + int64_t(a) * j.pad_v, p + a * step_q, step_q, step_i, v, ld_v,
-                        lo[a], hi[a], j.pad_v);
+            page_values<TYPE>(j.be->level, same ? nq : 1, acc + int64_t(a) * j.pad_v, p + a * step_q, step_q, step_i, v,
+                              ld_v, lo[a], hi[a], j.pad_v);
 }
 
-// One page for n query rows, of which some see slots in [begin, end), reading its f16 rows where they are.
-static void attend_direct(const attend_job &j, const attend_space &w, int n, int begin, int end, const uint16_t *k,
-                          int64_t ld_k, const uint16_t *v, int64_t ld_v, attend_state st) {
+// One page for n query rows, of which some see slots in [begin, end), reading its rows where they are.
+template <int TYPE> static void attend_direct(const attend_job &j, const attend_space &w, int n, int begin, int end,
+                                              const uint8_t *k, int64_t ld_k, const uint8_t *v, int64_t ld_v,
+                                              attend_state st) {
     const cpu_level level = j.be->level;
     for (int r = 0, nq; r < n; r += nq) {
         nq = level == CPU_PLAIN ? 1 : n - r >= 4 ? 4 : n - r >= 2 ? 2 : 1;
-        page_dots(level, nq, w.s + begin, w.q + int64_t(r) * j.pad_k, k + begin * ld_k, ld_k, end - begin, j.op->dim_k);
+        page_dots<TYPE>(level, nq, w.s + begin, w.q + int64_t(r) * j.pad_k, k + begin * ld_k, ld_k, end - begin,
+                        j.op->dim_k);
         for (int i = r; i < r + nq; i++)
             if (float a; w.lo[i] < w.hi[i]) {
                 cpu_at<softmax_body>(level, w.s + (i - r) * PAGE_TOKENS, w.lo[i], w.hi[i], j.op->scale, j.op->softcap,
                                      st.m + i, st.l + i, &a);
                 cpu_at<scale_body>(level, st.acc + int64_t(i) * j.pad_v, a, j.pad_v);
             }
-        attend_values(j, nq, st.acc + int64_t(r) * j.pad_v, w.s, PAGE_TOKENS, 1, v, ld_v, w.lo + r, w.hi + r);
+        attend_values<TYPE>(j, nq, st.acc + int64_t(r) * j.pad_v, w.s, PAGE_TOKENS, 1, v, ld_v, w.lo + r, w.hi + r);
     }
 }
 
@@ -6099,7 +6692,8 @@ static void attend_wide(const attend_job &j, const attend_space &w, int n, int b
             cpu_at<scale_body>(level, st.acc + int64_t(r + i) * j.pad_v, a[i], j.pad_v);
         for (int i = 0, nq; i < left; i += nq) {
             nq = left - i >= 4 ? 4 : left - i >= 2 ? 2 : 1;
-            attend_values(j, nq, st.acc + int64_t(r + i) * j.pad_v, s + i, 1, 16, v, ld_v, w.lo + r + i, w.hi + r + i);
+            attend_values<TYPE_F32>(j, nq, st.acc + int64_t(r + i) * j.pad_v, s + i, 1, 16, (const uint8_t *)v,
+                                    ld_v * int64_t(sizeof(float)), w.lo + r + i, w.hi + r + i);
         }
     }
 }
@@ -6127,19 +6721,22 @@ static void attend_split(const attend_job &j, const attend_space &w, int t0, int
         }
         const int64_t id = j.table[int64_t(j.seq[t0]) * j.table_len + page];
         const uint8_t *rows = at<uint8_t>(j.sg->pool) + uint64_t(id) * j.sg->page_bytes;
-        const uint16_t *k = (const uint16_t *)(rows + j.sg->k_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->k_row_bytes);
-        const uint16_t *v = (const uint16_t *)(rows + j.sg->v_offset + uint64_t(kv) * PAGE_TOKENS * j.sg->v_row_bytes);
-        const int64_t ld_k = int64_t(j.sg->k_row_bytes / 2), ld_v = int64_t(j.sg->v_row_bytes / 2);
+        const int64_t ld_k = int64_t(j.sg->k_row_bytes),
+                      ld_v = int64_t(op->shared ? j.sg->k_row_bytes : j.sg->v_row_bytes);
+        const uint8_t *k = rows + j.sg->k_offset + kv * PAGE_TOKENS * ld_k;
+        const uint8_t *v = op->shared ? k : rows + j.sg->v_offset + kv * PAGE_TOKENS * ld_v;
         const int begin = std::max(from - base, 0) & ~15, end = std::min((to - base + 16) & ~15, int(PAGE_TOKENS));
+        const bool q8_0 = j.sg->type == TYPE_Q8_0;
         if (direct) {
-            attend_direct(j, w, n, begin, end, k, ld_k, op->shared ? k : v, op->shared ? ld_k : ld_v, st);
+            (q8_0 ? attend_direct<TYPE_Q8_0> : attend_direct<TYPE_F16>)(j, w, n, begin, end, k, ld_k, v, ld_v, st);
             continue;
         }
 #if defined(__x86_64__)
+        const auto widen = q8_0 ? avx2_widen<TYPE_Q8_0> : avx2_widen<TYPE_F16>;
         for (int64_t i = begin; i < end; i++) {
-            avx2_widen(w.k + i * j.pad_k, k + i * ld_k, op->dim_k);
+            widen(w.k + i * j.pad_k, k + i * ld_k, op->dim_k);
             if (!op->shared)
-                avx2_widen(w.v + i * j.pad_v, v + i * ld_v, op->dim_v);
+                widen(w.v + i * j.pad_v, v + i * ld_v, op->dim_v);
         }
         attend_wide(j, w, n, begin, end, op->shared ? w.k : w.v, op->shared ? j.pad_k : j.pad_v, st);
 #endif
@@ -6219,8 +6816,8 @@ static uint64_t cpu_attend_scratch(backend *be, const attend_op *op, const seg *
 
 // Cuts the work into tasks, which are the longer the fewer workers there are, and carves up the scratch space.
 static void cpu_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
-    if (op->n_seg != 1 || sg[0].type != TYPE_F16 || sg[0].ratio > 1 || sg[0].row_ids.handle)
-        return cpu_error(be, "attend: the CPU reads one segment of f16 rows, one per token, only");
+    if (op->n_seg != 1 || !cpu_cache_type(sg[0].type) || sg[0].ratio > 1 || sg[0].row_ids.handle)
+        return cpu_error(be, "attend: the CPU reads one segment of f16 or q8_0 rows, one per token, only");
     attend_job j = attend_shape(be, op);
     j.sg = sg, j.table_len = st->table_len;
     j.pos = at<int32_t>(st->pos), j.seq = at<int32_t>(st->seq), j.table = at<int32_t>(st->table[sg[0].table]);
@@ -6805,7 +7402,7 @@ struct work_area {
     mem logits = {}; // float [OUT_ROWS, n_vocab]
     step st = {};    // device side
     vector<int32_t> token, pos, seq, out_row;
-    vector<float> rotary;
+    vector<float> rotary[2];
     vector<slice> slices;
 
     // f(memory, bytes) for all of it, as large as its numbers say.
@@ -6996,15 +7593,17 @@ static int put_step(engine_model &m, const slice *slices, int n_slice) {
     put(wa.st.out_row, wa.out_row.data(), wa.out_row.size());
     const size_t half = size_t(hp.n_rot) / 2;
     for (int i = 0; i < m.n_rotary(); i++) {
-        wa.rotary.clear();
+        vector<float> &rows = wa.rotary[i];
+        const double scale = i == 0 ? double(hp.rope_scale) : 1.0;
+        rows.clear();
         for (const int32_t pos : wa.pos)
             for (size_t k = 0; k < half; k++) {
                 double s, c;
                 exact_sin_cos(double(pos) * m.w.freqs[i][k], &s, &c);
-                wa.rotary.push_back(float(c * double(hp.rope_scale)));
-                wa.rotary.push_back(float(s * double(hp.rope_scale)));
+                rows.push_back(float(c * scale));
+                rows.push_back(float(s * scale));
             }
-        put(wa.st.rotary[i], wa.rotary.data(), wa.rotary.size());
+        put(wa.st.rotary[i], rows.data(), rows.size());
     }
     return int(wa.out_row.size());
 }
@@ -7029,7 +7628,18 @@ static void norm(engine_model &m, mem y, mem x, mem weight, int n_rows, int n_pa
     m.ops->norm(m.be.get(), &op, y, x, weight);
 }
 
-static void rope(engine_model &m, mem x, int n_rows, int n_head) {
+// y += W x (+ bias), normed before it is added where the model has a norm for that. Uses work.normed.
+static void add_branch(engine_model &m, mem y, const mat &w, mem bias, mem x, mem post_norm, int n_rows) {
+    if (!post_norm.handle)
+        return matmul(m, y, w, bias, x, n_rows, true);
+    const mem branch = m.work.normed;
+    matmul(m, branch, w, bias, x, n_rows);
+    norm(m, branch, branch, post_norm, n_rows, 1, w.n_out);
+    add_op op = {n_rows, w.n_out};
+    m.ops->add(m.be.get(), &op, y, branch);
+}
+
+static void rope(engine_model &m, const layer &l, mem x, int n_rows, int n_head) {
     const hparams &hp = m.w.hp;
     rope_op op = {};
     op.n_rows = n_rows;
@@ -7037,6 +7647,7 @@ static void rope(engine_model &m, mem x, int n_rows, int n_head) {
     op.head_dim = hp.dim_k;
     op.n_rot = hp.n_rot;
     op.pairing = hp.pairing;
+    op.table = l.rotary;
     op.ld_x = n_head * hp.dim_k;
     m.ops->rope(m.be.get(), &op, x, &m.work.st);
 }
@@ -7058,8 +7669,8 @@ static void attention_inputs(engine_model &m, const layer &l, const seg &s, int 
         norm(m, wa.q, wa.q, l.q_norm, n_rows, hp.n_head, hp.dim_k);
         norm(m, wa.k, wa.k, l.k_norm, n_rows, hp.n_head_kv, hp.dim_k);
     }
-    rope(m, wa.q, n_rows, hp.n_head);
-    rope(m, wa.k, n_rows, hp.n_head_kv);
+    rope(m, l, wa.q, n_rows, hp.n_head);
+    rope(m, l, wa.k, n_rows, hp.n_head_kv);
     kv_put_op put = {};
     put.n_rows = n_rows;
     put.n_head_kv = hp.n_head_kv;
@@ -7088,7 +7699,7 @@ static void feed_forward(engine_model &m, const layer &l, mem x, int n_rows) {
     op.n = op.ld_gate = op.ld_up = op.ld_y = hp.n_ff;
     op.kind = hp.glu;
     m.ops->glu(m.be.get(), &op, wa.gate, wa.gate, wa.up);
-    matmul(m, x, l.down, l.b_down, wa.gate, n_rows, true);
+    add_branch(m, x, l.down, l.b_down, wa.gate, l.post_ffn_norm, n_rows);
 }
 
 // Evaluates the slices, whose pages must be there. The final hidden states of the rows whose logits are wanted are left
@@ -7104,7 +7715,7 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
     em.n_rows = n_rows;
     em.n = hp.n_embd;
     em.type = m.w.embed.type;
-    em.scale = 1;
+    em.scale = hp.embed_scale;
     m.ops->embed(m.be.get(), &em, wa.x, &m.w.embed, &wa.st);
     int seen[N_KINDS] = {}; // layers of each kind so far
     for (int i = 0; i < hp.n_layer; i++) {
@@ -7123,10 +7734,10 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
         if (last && n_out < n_rows) {
             rows(m, wa.tail, wa.x, n_out, hp.n_embd);
             rows(m, wa.q, wa.att, n_out, hp.n_head * hp.dim_v);
-            matmul(m, wa.tail, l.wo, l.bo, wa.q, n_out, true);
+            add_branch(m, wa.tail, l.wo, l.bo, wa.q, l.post_attn_norm, n_out);
             feed_forward(m, l, wa.tail, n_out);
         } else {
-            matmul(m, wa.x, l.wo, l.bo, wa.att, n_rows, true);
+            add_branch(m, wa.x, l.wo, l.bo, wa.att, l.post_attn_norm, n_rows);
             feed_forward(m, l, wa.x, n_rows);
         }
     }
@@ -7149,9 +7760,12 @@ static void read_logits(engine_model &m, int first, int n, float *out) {
 // ---------------------------------------------------------------------------------------------------
 // 11. SAMPLER
 //
-// From logits to a token: top-k, top-p, min-p, temperature, one draw. Knows numbers only. Invariant: the
-// choice depends on logits, settings, seed and position, and on nothing else; equal logits are ordered by
-// id; the vocabulary is never fully sorted.
+// From logits to a token: bias, penalties and DRY change the logits; top-k, typical, top-p, min-p and XTC
+// drop candidates; temperature and one draw choose among the rest. Also the settings that a model's own
+// metadata asks for. Knows the bytes of tokens and general.sampling.*, nothing of models and sessions.
+// Invariant: the choice depends on logits, settings, timeline, seed and position, and on nothing else;
+// equal logits are ordered by id; the vocabulary is never fully sorted; something is always chosen, and
+// never a banned token.
 // ---------------------------------------------------------------------------------------------------
 
 struct candidate {
@@ -7159,6 +7773,62 @@ struct candidate {
     int32_t id;
     bool operator<(const candidate &o) const { return logit != o.logit ? logit < o.logit : id > o.id; } // worse than o
 };
+static bool better(const candidate &a, const candidate &b) { return b < a; }
+
+// A candidate where some are kept until their probabilities add up. Integers, so that the sum does not depend on the
+// order of addition, which is the C++ library's own.
+struct share {
+    double key; // low ones are kept first
+    int32_t id;
+    uint64_t mass;
+    bool operator<(const share &o) const { return key != o.key ? key < o.key : id < o.id; }
+};
+
+// Kept by the caller, so that sampling does not allocate.
+struct sampler_room {
+    vector<float> logits;   // [n_vocab] after bias, penalties and DRY
+    vector<candidate> pick; // what the filters have left so far, by ascending id: every sum is taken in this order
+    vector<candidate> part; // the best so far while top-k looks for them
+    vector<share> shares;
+    vector<int32_t> tally; // [n_vocab] zeros between two uses
+    vector<int32_t> seen;  // ids whose tally is not zero
+    vector<int32_t> match; // DRY: [window] see find_repeats
+};
+
+static bool is_share(float p) { return p > 0 && p < 1; }
+static bool has_penalty(const engine_sampling &opt) {
+    return (opt.repeat_penalty > 0 && opt.repeat_penalty != 1) || opt.presence_penalty != 0 ||
+           opt.frequency_penalty != 0;
+}
+static bool changes_logits(const engine_sampling &opt) {
+    return opt.n_bias || has_penalty(opt) || opt.dry_multiplier > 0;
+}
+
+// Candidates that top-k holds at most while it looks for the k best: with some spare, so that it seldom has to cut.
+static size_t part_size(size_t k) { return 2 * k + 64; }
+
+// Takes all the memory that `sample` will want for any timeline of up to n_ctx tokens.
+static void reserve_room(sampler_room &room, const engine_sampling &opt, size_t n_vocab, size_t n_ctx) {
+    if (changes_logits(opt))
+        room.logits.reserve(n_vocab);
+    if (has_penalty(opt) || opt.dry_multiplier > 0) {
+        room.tally.resize(n_vocab);
+        room.seen.reserve(std::min(n_vocab, n_ctx));
+    }
+    if (opt.dry_multiplier > 0)
+        room.match.reserve(n_ctx);
+    if (opt.temperature <= 0)
+        return;
+    const bool top_k = opt.top_k > 0 && size_t(opt.top_k) < n_vocab;
+    const size_t k = top_k ? size_t(opt.top_k) : n_vocab;
+    room.pick.reserve(k);
+    if (top_k)
+        room.part.reserve(std::min(n_vocab, part_size(k)));
+    if (is_share(opt.typical_p) || is_share(opt.top_p))
+        room.shares.reserve(k);
+}
+
+// ---- the logits ----
 
 static int32_t best_id(const vector<float> &logits) {
     return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
@@ -7173,70 +7843,366 @@ static double log_sum_exp(const vector<float> &logits) {
     return best + exact_log(sum);
 }
 
-// A uniform number in [0, 1) from seed and position (splitmix64).
-static double draw(uint64_t seed, uint64_t position) {
-    uint64_t z = seed + 0x9e3779b97f4a7c15u * (position + 1);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+// Only a ban makes a logit infinite: what grows beyond a float ends at its largest number.
+static bool is_banned(float logit) { return logit == -HUGE_VALF; }
+static float bounded(double x) {
+    const double most = 0x1.fffffep127;
+    return float(std::min(std::max(x, -most), most));
 }
 
-static double weight(float logit, float best, double temperature) {
-    return exact_exp(double(logit - best) / temperature);
+// The first index of the last n tokens; -1: all.
+static size_t window_start(const vector<int32_t> &timeline, int n) {
+    return n < 0 || size_t(n) >= timeline.size() ? 0 : timeline.size() - size_t(n);
 }
 
-// `pick` is room for the candidates, kept by the caller so that sampling does not allocate.
-static int32_t sample(const vector<float> &logits, const engine_sampling &opt, uint64_t position,
-                      vector<candidate> &pick) {
-    if (opt.temperature <= 0)
-        return best_id(logits);
-    const auto better = [](const candidate &a, const candidate &b) { return b < a; };
-    const float best = logits[size_t(best_id(logits))];
-    // p >= min_p * p_best, in terms of logits.
-    const double floor = opt.min_p > 0 ? double(best) + exact_log(double(opt.min_p)) : -HUGE_VAL;
-    const bool top_k = opt.top_k > 0 && size_t(opt.top_k) < logits.size();
-    const bool top_p = opt.top_p > 0 && opt.top_p < 1;
-    pick.clear();
+static void clear_tally(sampler_room &room) {
+    for (int32_t id : room.seen)
+        room.tally[size_t(id)] = 0;
+    room.seen.clear();
+}
+
+// The repetition penalty as in the CTRL paper: it always makes a token less likely, whatever the sign of its logit.
+static void apply_penalties(const engine_sampling &opt, const vector<int32_t> &timeline, sampler_room &room) {
+    for (size_t i = window_start(timeline, opt.penalty_last_n); i < timeline.size(); i++)
+        if (room.tally[size_t(timeline[i])]++ == 0)
+            room.seen.push_back(timeline[i]);
+    const double repeat = opt.repeat_penalty > 0 ? double(opt.repeat_penalty) : 1;
+    for (int32_t id : room.seen) {
+        float &logit = room.logits[size_t(id)];
+        if (is_banned(logit))
+            continue;
+        const double x = double(logit) > 0 ? double(logit) / repeat : double(logit) * repeat;
+        logit =
+            bounded(x - double(room.tally[size_t(id)]) * double(opt.frequency_penalty) - double(opt.presence_penalty));
+    }
+    clear_tally(room);
+}
+
+// With w = the last n tokens, backwards: match[i] becomes the length of the longest common start of w and w[i ...], for
+// i in [1, n). That is how many tokens before the i-th last one repeat the timeline's end. In linear time (the Z
+// algorithm): [from, to) is the match that reaches farthest, and inside of it earlier results hold again. Returns the
+// longest.
+static int32_t find_repeats(const vector<int32_t> &timeline, size_t n, vector<int32_t> &match) {
+    const int32_t *end = timeline.data() + timeline.size() - 1;
+    const auto w = [&](size_t i) { return end[-std::ptrdiff_t(i)]; };
+    match.resize(n);
+    int32_t longest = 0;
+    size_t from = 0, to = 0;
+    for (size_t i = 1; i < n; i++) {
+        size_t k = i < to ? std::min(to - i, size_t(match[i - from])) : 0;
+        while (i + k < n && w(k) == w(i + k))
+            k++;
+        if (i + k > to)
+            from = i, to = i + k;
+        match[i] = int32_t(k);
+        longest = std::max(longest, match[i]);
+    }
+    return longest;
+}
+
+// Whether `breaker` ends with byte `end` of token `at`; it may begin in tokens before that one.
+static bool breaker_ends_at(const vocab &v, const vector<int32_t> &timeline, size_t at, size_t end,
+                            string_view breaker) {
+    for (string_view text = token_bytes(v, timeline[at], true).substr(0, end);;) {
+        const size_t n = std::min(text.size(), breaker.size());
+        if (text.substr(text.size() - n) != breaker.substr(breaker.size() - n))
+            return false;
+        breaker.remove_suffix(n);
+        if (breaker.empty() || at == 0)
+            return breaker.empty();
+        text = token_bytes(v, timeline[--at], true);
+    }
+}
+
+// How many tokens at the timeline's end come after the last breaker, at most `most`.
+static int32_t after_breaker(const engine_sampling &opt, const vocab &v, const vector<int32_t> &timeline,
+                             int32_t most) {
+    for (int32_t n = 0; n < most; n++) {
+        const size_t at = timeline.size() - 1 - size_t(n);
+        const size_t size = token_bytes(v, timeline[at], true).size();
+        for (size_t b = 0; b < opt.n_dry_breakers; b++)
+            for (size_t end = 1; end <= size; end++)
+                if (breaker_ends_at(v, timeline, at, end, opt.dry_breakers[b]))
+                    return n;
+    }
+    return most;
+}
+
+static void apply_dry(const engine_sampling &opt, const vocab &v, const vector<int32_t> &timeline, sampler_room &room) {
+    const size_t n = timeline.size() - window_start(timeline, opt.dry_last_n > 0 ? opt.dry_last_n : -1);
+    const int32_t allowed = opt.dry_allowed_length;
+    int32_t most = n ? find_repeats(timeline, n, room.match) : 0;
+    if (most >= allowed)
+        most = after_breaker(opt, v, timeline, most);
+    if (most < allowed)
+        return;
+    for (size_t i = 1; i < n; i++) {
+        if (room.match[i] < allowed)
+            continue;
+        const int32_t next = timeline[timeline.size() - i]; // what came after the tokens that are repeated now
+        int32_t &longest = room.tally[size_t(next)];
+        if (longest == 0)
+            room.seen.push_back(next);
+        longest = std::max(longest, std::min(room.match[i], most));
+    }
+    const auto is_breaker = [&](int32_t id) {
+        const string_view text = token_bytes(v, id, true);
+        for (size_t b = 0; b < opt.n_dry_breakers; b++)
+            if (text.find(opt.dry_breakers[b]) != string_view::npos)
+                return true;
+        return false;
+    };
+    const double growth = exact_log(double(opt.dry_base));
+    for (int32_t id : room.seen) {
+        float &logit = room.logits[size_t(id)];
+        if (!is_banned(logit) && !is_breaker(id))
+            logit = bounded(double(logit) -
+                            double(opt.dry_multiplier) * exact_exp(double(room.tally[size_t(id)] - allowed) * growth));
+    }
+    clear_tally(room);
+}
+
+// The logits after bias, penalties and DRY: the model's own when nothing changes them.
+static const vector<float> &adjust_logits(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                                          const vector<int32_t> &timeline, sampler_room &room) {
+    if (!changes_logits(opt))
+        return logits;
+    room.logits.assign(logits.begin(), logits.end());
+    room.tally.resize(logits.size());
+    for (size_t i = 0; i < opt.n_bias; i++) {
+        float &logit = room.logits[size_t(opt.bias[i].id)];
+        if (is_banned(opt.bias[i].bias))
+            logit = -HUGE_VALF;
+        else if (!is_banned(logit))
+            logit = bounded(double(logit) + double(opt.bias[i].bias));
+    }
+    if (has_penalty(opt))
+        apply_penalties(opt, timeline, room);
+    if (opt.dry_multiplier > 0)
+        apply_dry(opt, v, timeline, room);
+    return room.logits;
+}
+
+// ---- the candidates ----
+
+// room.pick becomes the k best that are not banned. k > 0.
+static void take_best(const vector<float> &logits, size_t k, sampler_room &room) {
+    room.pick.clear();
+    if (k >= logits.size()) {
+        for (size_t i = 0; i < logits.size(); i++)
+            if (!is_banned(logits[i]))
+                room.pick.push_back({logits[i], int32_t(i)});
+        return;
+    }
+    vector<candidate> &part = room.part;
+    candidate last = {-HUGE_VALF, INT32_MAX}; // the k-th best so far
+    const auto cut = [&] {
+        const auto at = part.begin() + std::ptrdiff_t(k) - 1;
+        std::nth_element(part.begin(), at, part.end(), better);
+        last = *at;
+        part.resize(k);
+    };
+    part.clear();
     for (size_t i = 0; i < logits.size(); i++)
-        if (top_k || double(logits[i]) >= floor) // what min-p will drop anyway need not be looked at
-            pick.push_back({logits[i], int32_t(i)});
-    if (top_k) {
-        const auto end = pick.begin() + opt.top_k;
-        std::nth_element(pick.begin(), end, pick.end(), better);
-        pick.erase(end, pick.end());
-        std::sort(pick.begin(), pick.end(), better);
-    }
-    if (top_p) { // the fewest of the best that cover top_p of what top-k left
-        double total = 0, mass = 0;
-        if (top_k)
-            for (const candidate &c : pick)
-                total += weight(c.logit, best, 1);
-        else
-            for (float l : logits)
-                total += weight(l, best, 1);
-        size_t n = 0;
-        if (!top_k)
-            std::make_heap(pick.begin(), pick.end());
-        while (n < pick.size() && mass < double(opt.top_p) * total) {
-            if (!top_k) // the best of the rest moves behind the heap's end
-                std::pop_heap(pick.begin(), pick.end() - std::ptrdiff_t(n));
-            n++;
-            mass += weight((top_k ? pick[n - 1] : pick[pick.size() - n]).logit, best, 1);
+        if (logits[i] > last.logit) { // an equal one has the higher id, so it is worse
+            part.push_back({logits[i], int32_t(i)});
+            if (part.size() == part_size(k))
+                cut();
         }
-        if (!top_k)
-            std::reverse(pick.begin(), pick.end());
-        pick.resize(n);
+    if (part.size() > k)
+        cut();
+    else if (!part.empty())
+        last = *std::min_element(part.begin(), part.end());
+    for (size_t i = 0; i < logits.size() && room.pick.size() < part.size(); i++)
+        if (logits[i] >= last.logit && !(candidate{logits[i], int32_t(i)} < last))
+            room.pick.push_back({logits[i], int32_t(i)});
+}
+
+template <class F> static void drop_if(vector<candidate> &pick, F &&what) {
+    pick.erase(std::remove_if(pick.begin(), pick.end(), what), pick.end());
+}
+
+static double best_of(const vector<candidate> &pick) {
+    return double(std::max_element(pick.begin(), pick.end())->logit);
+}
+
+// Keeps the fewest candidates, in order of key(logit) and id, that have `part` of the probability.
+template <class F> static void keep_share(sampler_room &room, float part, F &&key) {
+    const double best = best_of(room.pick), unit = 0x1p62 / double(room.pick.size());
+    uint64_t total = 0;
+    room.shares.clear();
+    for (const candidate &c : room.pick) {
+        room.shares.push_back({key(c.logit), c.id, uint64_t(exact_exp(double(c.logit) - best) * unit)});
+        total += room.shares.back().mass;
     }
-    pick.erase(std::remove_if(pick.begin(), pick.end(), [&](const candidate &c) { return double(c.logit) < floor; }),
-               pick.end());
+    const uint64_t wanted = std::max<uint64_t>(1, uint64_t(std::ceil(double(part) * double(total))));
+    // The last one that is kept lies in [from, to); what comes before has less than `wanted`. Halving finds it in
+    // linear time.
+    auto from = room.shares.begin(), to = room.shares.end();
+    for (uint64_t before = 0; to - from > 1;) {
+        const auto middle = from + (to - from) / 2;
+        std::nth_element(from, middle, to);
+        uint64_t sum = before;
+        for (auto s = from; s != middle; ++s)
+            sum += s->mass;
+        if (sum >= wanted)
+            to = middle;
+        else
+            before = sum, from = middle;
+    }
+    const share last = *from;
+    drop_if(room.pick, [&](const candidate &c) { return last < share{key(c.logit), c.id, 0}; });
+}
+
+// Locally typical sampling: first what is nearest to the expected surprise. With logits relative to the best one,
+// surprise and its expectation are both short of the same logarithm, which cancels out.
+static void keep_typical(sampler_room &room, float part) {
+    const double best = best_of(room.pick);
+    double total = 0, moment = 0;
+    for (const candidate &c : room.pick) {
+        const double d = double(c.logit) - best, weight = exact_exp(d);
+        total += weight;
+        moment += weight * d;
+    }
+    const double expected = moment / total;
+    keep_share(room, part, [&](float logit) { return std::fabs(double(logit) - best - expected); });
+}
+
+// Of the candidates with at least `threshold` of the probability all but the least likely go.
+static void drop_top_choices(vector<candidate> &pick, float threshold) {
+    const double best = best_of(pick);
     double total = 0;
     for (const candidate &c : pick)
-        total += weight(c.logit, best, double(opt.temperature));
-    double target = draw(opt.seed, position) * total;
+        total += exact_exp(double(c.logit) - best);
+    const candidate *least = nullptr;
     for (const candidate &c : pick)
-        if ((target -= weight(c.logit, best, double(opt.temperature))) < 0)
+        if (exact_exp(double(c.logit) - best) >= double(threshold) * total && (!least || c < *least))
+            least = &c;
+    if (!least)
+        return;
+    const candidate kept = *least;
+    drop_if(pick, [&](const candidate &c) { return kept < c; });
+}
+
+// ---- the choice ----
+
+// The finalizer of splitmix64.
+static uint64_t scramble(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// A uniform number in [0, 1) from seed and position.
+static double draw(uint64_t seed, uint64_t position) {
+    return double(scramble(seed + 0x9e3779b97f4a7c15u * (position + 1)) >> 11) * 0x1p-53;
+}
+
+// What bias, penalties, DRY and the filters leave, in room.pick: at least one.
+static void narrow(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                   const vector<int32_t> &timeline, sampler_room &room) {
+    const vector<float> &l = adjust_logits(logits, opt, v, timeline, room);
+    take_best(l, opt.top_k > 0 ? size_t(opt.top_k) : l.size(), room);
+    if (is_share(opt.typical_p))
+        keep_typical(room, opt.typical_p);
+    if (is_share(opt.top_p))
+        keep_share(room, opt.top_p, [](float logit) { return -double(logit); });
+    if (opt.min_p > 0) { // p >= min_p * p_best, in terms of logits
+        const double floor = best_of(room.pick) + exact_log(double(opt.min_p));
+        drop_if(room.pick, [&](const candidate &c) { return double(c.logit) < floor; });
+    }
+    // XTC has a sequence of draws of its own.
+    if (draw(scramble(~opt.seed), timeline.size()) < double(opt.xtc_probability))
+        drop_top_choices(room.pick, opt.xtc_threshold);
+}
+
+// The token after `timeline`. The options have been checked, and their defaults filled in, by the caller; they leave at
+// least one token that is not banned.
+static int32_t sample(const vector<float> &logits, const engine_sampling &opt, const vocab &v,
+                      const vector<int32_t> &timeline, sampler_room &room) {
+    if (opt.temperature <= 0)
+        return best_id(adjust_logits(logits, opt, v, timeline, room));
+    narrow(logits, opt, v, timeline, room);
+    const candidate best = *std::max_element(room.pick.begin(), room.pick.end());
+    const auto weight = [&](const candidate &c) {
+        return exact_exp((double(c.logit) - double(best.logit)) / double(opt.temperature));
+    };
+    double total = 0;
+    for (const candidate &c : room.pick)
+        total += weight(c);
+    double target = draw(opt.seed, timeline.size()) * total;
+    for (const candidate &c : room.pick)
+        if ((target -= weight(c)) < 0)
             return c.id;
-    return best_id(logits); // rounding ate the last piece of `target`
+    return best.id; // rounding ate the last piece of `target`
+}
+
+// ---- settings ----
+
+static const char *const default_breakers[] = {"\n", ":", "\"", "*"};
+
+// Keys "general.sampling." + name of a file, and what their values may be. Zero means a default in some fields where
+// it means something else in a file, so that it is not accepted there.
+static const struct sampling_key {
+    const char *name;
+    float engine_sampling::*real;
+    int engine_sampling::*whole; // one of the two
+    double lo, hi;
+} sampling_keys[] = {
+    {"temp", &engine_sampling::temperature, nullptr, 0, 1000},
+    {"top_k", nullptr, &engine_sampling::top_k, -1, INT_MAX},
+    {"top_p", &engine_sampling::top_p, nullptr, 1e-6, 1},
+    {"min_p", &engine_sampling::min_p, nullptr, 0, 1},
+    {"xtc_probability", &engine_sampling::xtc_probability, nullptr, 0, 1},
+    {"xtc_threshold", &engine_sampling::xtc_threshold, nullptr, 1e-6, 0.5},
+    {"penalty_last_n", nullptr, &engine_sampling::penalty_last_n, -1, INT_MAX},
+    {"penalty_repeat", &engine_sampling::repeat_penalty, nullptr, 1e-6, 100},
+};
+
+// The common settings, changed by what the file asks for. Returns whether it does. What it asks for and cannot have is
+// a warning: nothing of it is needed to run the model.
+static bool default_sampling(const model_file &f, engine_sampling &out) {
+    out.temperature = 0.8f, out.top_k = 40, out.top_p = 0.95f, out.min_p = 0.05f;
+    const string_view prefix = "general.sampling.";
+    bool used = false, no_window = false; // the penalty is to look at no token
+    for (const meta_value &v : f.keys) {
+        if (v.key.substr(0, prefix.size()) != prefix)
+            continue;
+        const string_view name = v.key.substr(prefix.size());
+        const meta_kind kind = meta_types[v.type].kind;
+        const double x = kind == KIND_INT     ? double(meta_int(v.type, v.data))
+                         : kind == KIND_FLOAT ? meta_float(v.type, v.data)
+                                              : double(NAN);
+        const auto *key = std::find_if(std::begin(sampling_keys), std::end(sampling_keys),
+                                       [&](const sampling_key &k) { return name == k.name; });
+        string wrong;
+        if (key == std::end(sampling_keys)) {
+            // A file that turns mirostat off may still have numbers for it.
+            if (name == "mirostat_tau" || name == "mirostat_eta" || (name == "mirostat" && x == 0))
+                continue;
+            wrong = "is not supported";
+        } else if (kind != KIND_INT && kind != KIND_FLOAT) {
+            wrong = strf("has type %s, expected a number", meta_types[v.type].name);
+        } else if (!(x >= key->lo && x <= key->hi) || (key->whole && x != std::floor(x))) {
+            wrong = strf("is %s, expected %s%g to %g", meta_text(v).c_str(), key->whole ? "a whole number from " : "",
+                         key->lo, key->hi);
+        }
+        if (!wrong.empty()) {
+            log_msg(ENGINE_LOG_WARN, "%s: %s %s; it is ignored", show_path(f.path).c_str(), show(v.key).c_str(),
+                    wrong.c_str());
+            continue;
+        }
+        no_window |= key->whole == &engine_sampling::penalty_last_n && x == 0;
+        if (key->whole)
+            out.*key->whole = int(x);
+        else
+            out.*key->real = float(x);
+        used = true;
+    }
+    out.top_k = std::max(out.top_k, 0);
+    if (no_window)
+        out.repeat_penalty = 0;
+    return used;
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -7267,7 +8233,7 @@ struct engine_session {
     int64_t keep_at = 0; // a position to make a checkpoint at when evaluation comes by: where a prompt took another way
     bool have_logits = false;
     vector<float> logits;    // [n_vocab]
-    vector<candidate> pick;  // the sampler's room
+    sampler_room room;       // the sampler's
     vector<pass_item> items; // of the pass that evaluates it, and those beside it
     string note;             // the caller's bytes
     std::atomic<bool> cancel{false};
@@ -7282,14 +8248,12 @@ struct engine_session {
     engine_session(engine_model &m, page_store &store, const cache_share &share, int ctx, int rows)
         : model(m), n_ctx(ctx), chunk(rows), cache(store, share, ctx), logits(size_t(m.w.hp.n_vocab)) {
         tokens.reserve(size_t(ctx));
-        pick.reserve(logits.size());
         itl.reserve(ITL_STEPS);
         items.reserve(1);
     }
-    // Bytes of the arrays above.
+    // Bytes of the arrays above; the sampler's room depends on its settings and is not counted.
     static int64_t host_bytes(int64_t n_ctx, int64_t n_vocab) {
-        return n_ctx * int64_t(sizeof(int32_t)) + n_vocab * int64_t(sizeof(float) + sizeof(candidate)) +
-               int64_t(ITL_STEPS * sizeof(float));
+        return n_ctx * int64_t(sizeof(int32_t)) + (n_vocab + ITL_STEPS) * int64_t(sizeof(float));
     }
     enum { ITL_STEPS = 4096 };
 };
@@ -7988,6 +8952,8 @@ struct text_gate {
     // Returns false when generation must end: a stop string was met, or the callback asked for it.
     bool push(string_view bytes) { return settle_text(utf8.push(bytes), false); }
     bool finish() { return stop || settle_text(utf8.finish(), true); }
+    // Something else follows, so that no character can go on.
+    bool end_character() { return settle_text(utf8.finish(), false); }
 
   private:
     bool emit(size_t n) {
@@ -8016,9 +8982,140 @@ struct text_gate {
     }
 };
 
+// What models put around their reasoning.
+struct reasoning_marks {
+    string_view open, close;
+};
+static const reasoning_marks reasoning_table[] = {
+    {"<think>", "</think>"}, // DeepSeek, Qwen, GLM and most others
+    {"[THINK]", "[/THINK]"}, // Mistral
+    {"<seed:think>", "</seed:think>"},
+    {"<|START_THINKING|>", "<|END_THINKING|>"},  // Cohere
+    {"<|channel>thought", "<channel|>"},         // Gemma 4
+    {"<|inner_prefix|>", "<|inner_suffix|>"},    // Apertus
+    {"\u25c1think\u25b7", "\u25c1/think\u25b7"}, // Kimi
+    {"<thought>", "</thought>"},                 // EXAONE Deep
+    {"<reasoning>", "</reasoning>"},             // Reka
+};
+
+// Those of a model, or null: the first pair in its chat template, else the first whose marks are both tokens.
+static const reasoning_marks *find_marks(const engine_model &m) {
+    const meta_value *v = m.file.meta("tokenizer.chat_template");
+    const bool text = v && meta_types[v->type].kind == KIND_STRING;
+    const string_view source = text ? m.file.get_string(v->key, "") : string_view();
+    const auto in_template = [&](string_view mark) { return source.find(mark) != string_view::npos; };
+    const auto is_token = [&](string_view mark) {
+        const int32_t id = match_special(m.voc, mark, 0, true, nullptr);
+        return find_piece(m.voc, mark) >= 0 || (id >= 0 && m.voc.text[size_t(id)] == mark);
+    };
+    for (const reasoning_marks &r : reasoning_table)
+        if (in_template(r.open) && in_template(r.close))
+            return &r;
+    for (const reasoning_marks &r : reasoning_table)
+        if (is_token(r.open) && is_token(r.close))
+            return &r;
+    return nullptr;
+}
+
+static bool is_newline(char c) { return c == '\n' || c == '\r'; }
+
+// Divides what a model writes into reasoning and answer. The marks are looked for in the bytes of all tokens, so it
+// does not matter whether they are control tokens, whose bytes nobody gets to see, or how they are spelled. A closing
+// mark without an opening one is part of the answer.
+struct reasoning_gate {
+    text_gate &answer;
+    const engine_text_fn fn; // null: no reasoning is wanted, all is answer
+    void *user;
+    const reasoning_marks *marks = nullptr;
+    bool inside = false;
+    bool skip = false;   // newlines: a mark has just been
+    string held, hidden; // what may still belong to a mark; hidden[i] != 0: byte i is a control token's
+    utf8_gate utf8;
+
+    // What the tail of the timeline has opened: a mark behind the last control token that is none itself, since turns
+    // are made of these.
+    void start(const engine_session &s) {
+        const vocab &v = s.model.voc;
+        marks = fn ? find_marks(s.model) : nullptr;
+        const auto of_mark = [&](string_view t) {
+            return marks && (marks->open.find(t) != string::npos || marks->close.find(t) != string::npos);
+        };
+        size_t from = s.tokens.size();
+        while (marks && from > 0 && s.tokens.size() - from < MAX_TAIL &&
+               (!is_hidden(v, s.tokens[from - 1]) || of_mark(token_bytes(v, s.tokens[from - 1], true))))
+            from--;
+        if (!marks || s.tokens.size() - from == MAX_TAIL)
+            return;
+        string tail;
+        for (size_t i = from; i < s.tokens.size(); i++)
+            tail += token_bytes(v, s.tokens[i], true);
+        const size_t open = tail.rfind(marks->open), close = tail.rfind(marks->close);
+        inside = open != string::npos && (close == string::npos || close < open);
+        const size_t last = inside ? open + marks->open.size() : close + marks->close.size();
+        skip = (inside || close != string::npos) &&
+               std::all_of(tail.begin() + std::ptrdiff_t(last), tail.end(), is_newline);
+    }
+    static bool is_hidden(const vocab &v, int32_t id) {
+        return token_bytes(v, id, false).size() != token_bytes(v, id, true).size();
+    }
+    // As text_gate::push.
+    bool push(const vocab &v, int32_t id) {
+        if (!marks)
+            return answer.push(token_bytes(v, id, false));
+        const string_view bytes = token_bytes(v, id, true);
+        held += bytes;
+        hidden.append(bytes.size(), char(is_hidden(v, id)));
+        for (;;) {
+            const string_view mark = inside ? marks->close : marks->open;
+            const size_t found = held.find(mark);
+            if (found == string::npos)
+                return give(held.size() - pending(mark));
+            if (!give(found - newlines_before(found)))
+                return false;
+            const size_t behind = held.find(mark) + mark.size();
+            held.erase(0, behind), hidden.erase(0, behind);
+            if (!(inside ? emit(utf8.finish()) : answer.end_character()))
+                return false;
+            inside = !inside;
+            skip = true;
+        }
+    }
+    bool finish() { return answer.stop || (give(held.size()) && emit(utf8.finish()) && answer.finish()); }
+
+  private:
+    enum { MAX_TAIL = 1 << 16, MAX_NEWLINES = 64 };
+    // How many newlines of the reasoning end at n.
+    size_t newlines_before(size_t n) const {
+        size_t k = 0;
+        while (inside && k < n && k < MAX_NEWLINES && is_newline(held[n - 1 - k]))
+            k++;
+        return k;
+    }
+    // Of the end of `held`: what may be the beginning of the mark and newlines before it.
+    size_t pending(string_view mark) const {
+        size_t n = std::min(mark.size() - 1, held.size());
+        while (held.compare(held.size() - n, n, mark.substr(0, n)) != 0)
+            n--;
+        return n + newlines_before(held.size() - n);
+    }
+    bool emit(string_view text) { return text.empty() || fn(user, text.data(), text.size()) == 0; }
+    bool give(size_t n) {
+        string text;
+        for (size_t i = 0; i < n; i++) {
+            skip = skip && (is_newline(held[i]) || hidden[i]);
+            if (!skip && !hidden[i])
+                text += held[i];
+        }
+        held.erase(0, n), hidden.erase(0, n);
+        return inside ? emit(utf8.push(text)) : text.empty() || answer.push(text);
+    }
+};
+
 static int generate(engine_session &s, const engine_generate_options &opt, engine_text_fn fn, void *user,
                     engine_result &result) {
-    text_gate out{opt, fn, user, {}, {}, nullptr};
+    text_gate answer{opt, fn, user, {}, {}, nullptr};
+    reasoning_gate out{answer, opt.on_reasoning, user, nullptr, false, false, {}, {}, {}};
+    out.start(s);
     result.reason = -1;
     double since = 0; // when the step before was done: sampling and the callback count as the time between two tokens
     while (result.reason < 0) {
@@ -8033,19 +9130,22 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
             result.reason = ENGINE_STOP_CONTEXT;
             break;
         }
-        const int32_t id = sample(s.logits, *opt.sampling, s.tokens.size(), s.pick);
+        const int32_t id = sample(s.logits, *opt.sampling, s.model.voc, s.tokens, s.room);
+        const bool reasoning = out.inside;
         s.tokens.push_back(id);
         result.n_tokens++;
         if (is_end(s.model.voc, id) && !opt.ignore_end)
             result.reason = ENGINE_STOP_END;
-        else if (!out.push(token_bytes(s.model.voc, id, false)))
-            result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+        else if (!out.push(s.model.voc, id))
+            result.reason = answer.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
         else if (result.n_tokens == opt.max_tokens)
             result.reason = ENGINE_STOP_LENGTH;
+        result.n_reasoning += reasoning || out.inside;
     }
     if (result.reason != ENGINE_STOP_CALLBACK && !out.finish())
-        result.reason = out.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
-    result.stop = out.stop;
+        result.reason = answer.stop ? ENGINE_STOP_STRING : ENGINE_STOP_CALLBACK;
+    result.stop = answer.stop;
+    keep_position(s);
     return ENGINE_OK;
 }
 
@@ -8218,6 +9318,52 @@ struct computing {
     computing(const computing &) = delete;
 };
 
+// The conversation, in whichever form it is given.
+static json_document check_messages(const engine_message *messages, size_t n, const char *json) {
+    if (!json) {
+        if (n)
+            check_pointer("messages", messages);
+        check_range("n", int64_t(std::min<size_t>(n, INT_MAX)), 0, INT_MAX / 8);
+        for (size_t i = 0; i < n; i++) {
+            check_pointer("a message's role", messages[i].role);
+            check_pointer("a message's content", messages[i].content);
+            for (const char *s : {messages[i].role, messages[i].content})
+                if (strlen(s) > INT_MAX)
+                    fail(ENGINE_EINVAL, "messages[%zu] is longer than %d bytes", i, INT_MAX);
+        }
+        return messages_document(messages, n);
+    }
+    if (messages || n)
+        fail(ENGINE_EINVAL, "messages and messages_json are both given");
+    json_document d = parse_json(json, ENGINE_EINVAL, "messages_json");
+    if (d.root().kind != JSON_ARRAY)
+        fail(ENGINE_EINVAL, "messages_json is %s, expected an array of objects", json_kind_names[d.root().kind]);
+    size_t i = 0;
+    for (const json_value *v = d.root().begin(); v != d.root().end(); v = v->next(), i++)
+        if (v->kind != JSON_OBJECT)
+            fail(ENGINE_EINVAL, "messages_json[%zu] is %s, expected an object", i, json_kind_names[v->kind]);
+    return d;
+}
+
+static vector<json_document> check_template_args(const engine_chat_options &opt) {
+    vector<json_document> values;
+    if (opt.n_args)
+        check_pointer("args", opt.args);
+    for (size_t i = 0; i < opt.n_args; i++) {
+        check_pointer("an argument's name", opt.args[i].name);
+        const string_view name = opt.args[i].name;
+        const string shown = "template argument " + show(name);
+        if (name.empty() || (name[0] >= '0' && name[0] <= '9') ||
+            !std::all_of(name.begin(), name.end(), tpl_lexer::is_word))
+            fail(ENGINE_EINVAL, "%s: a template cannot have a variable of this name", shown.c_str());
+        if (name == "messages")
+            fail(ENGINE_EINVAL, "%s: the conversation cannot be replaced", shown.c_str());
+        check_pointer((shown + ": its value").c_str(), opt.args[i].json);
+        values.push_back(parse_json(opt.args[i].json, ENGINE_EINVAL, shown));
+    }
+    return values;
+}
+
 } // namespace
 
 void engine_set_log(engine_log_fn fn, void *user) {
@@ -8231,7 +9377,7 @@ int engine_backends(char *out, size_t cap) {
     return guarded(nullptr, [&] { return give_text(backend_name(cpu_detect()), out, cap); });
 }
 
-static std::unique_ptr<engine_model> open_model(const char *path, const engine_open_options *given) {
+static std::unique_ptr<engine_model> make_model(const char *path, const engine_open_options *given) {
     check_pointer("path", path);
     const auto opt = options(given, "engine_open_options");
     check_range("threads", opt.threads, 0, 512);
@@ -8250,7 +9396,7 @@ int engine_open(engine_model **out, const char *path, const engine_open_options 
     return guarded(err, [&] {
         check_pointer("out", out);
         *out = nullptr;
-        *out = open_model(path, opt).release();
+        *out = make_model(path, opt).release();
         return ENGINE_OK;
     });
 }
@@ -8359,27 +9505,28 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
     return guarded(err, [&] {
         const auto opt = options(given, "engine_chat_options");
         check_pointer("model", model);
-        if (n)
-            check_pointer("messages", messages);
         const engine_model &m = *model;
-        if (!m.file.meta("tokenizer.chat_template"))
+        const string path = show_path(m.file.path);
+        if (!opt.template_text && !m.file.meta("tokenizer.chat_template"))
             fail(ENGINE_EUNSUPPORTED, "%s: tokenizer.chat_template: the model has no chat template; it completes text",
-                 show_path(m.file.path).c_str());
-        vector<chat_message> list;
-        for (size_t i = 0; i < n; i++) {
-            check_pointer("a message's role", messages[i].role);
-            check_pointer("a message's content", messages[i].content);
-            list.push_back({messages[i].role, messages[i].content});
-        }
+                 path.c_str());
+        const json_document conversation = check_messages(messages, n, opt.messages_json);
+        const vector<json_document> args = check_template_args(opt);
+        chat_input in;
+        in.messages = &conversation.root();
+        for (size_t i = 0; i < args.size(); i++)
+            in.args.emplace_back(opt.args[i].name, &args[i].root());
+        in.add_generation_prompt = !opt.no_generation_prompt;
+        in.bos = piece_text(m.voc, m.voc.bos), in.eos = piece_text(m.voc, m.voc.eos);
         chat_text chat;
         try {
-            chat = render_template(m.file.get_string("tokenizer.chat_template", ""), list, !opt.no_generation_prompt,
-                                   piece_text(m.voc, m.voc.bos), piece_text(m.voc, m.voc.eos));
+            chat = render_template(
+                opt.template_text ? opt.template_text : m.file.get_string("tokenizer.chat_template", ""), in);
+            if (chat.text.empty())
+                fail(ENGINE_ETEMPLATE, "template rendered nothing");
         } catch (const Error &e) {
-            fail(e.code, "%s: %s", show_path(m.file.path).c_str(), e.msg.c_str());
+            fail(e.code, "%s %s", opt.template_text ? "the given" : (path + ":").c_str(), e.msg.c_str());
         }
-        if (chat.text.empty())
-            fail(ENGINE_ETEMPLATE, "%s: tokenizer.chat_template: rendered nothing", show_path(m.file.path).c_str());
         vector<int32_t> all;
         tokenize(m.voc, chat.text, true, reinterpret_cast<const uint8_t *>(chat.literal.data()), all);
         return give_tokens(all, ids, cap);
@@ -8606,38 +9753,102 @@ int engine_top(engine_session *session, engine_candidate *out, size_t cap, engin
             check_pointer("out", out);
         engine_session &s = *session;
         check_code(s, settle(s));
-        s.pick.clear();
-        for (size_t i = 0; i < s.logits.size(); i++)
-            s.pick.push_back({s.logits[i], int32_t(i)});
-        const size_t n = std::min(cap, s.pick.size());
-        std::partial_sort(s.pick.begin(), s.pick.begin() + std::ptrdiff_t(n), s.pick.end(),
-                          [](const candidate &a, const candidate &b) { return b < a; });
+        if (cap == 0)
+            return 0;
+        vector<candidate> &best = s.room.pick;
+        take_best(s.logits, std::min(cap, s.logits.size()), s.room);
+        std::sort(best.begin(), best.end(), better);
         const double total = log_sum_exp(s.logits);
-        for (size_t i = 0; i < n; i++)
-            out[i] = {s.pick[i].id, s.pick[i].logit, float(double(s.pick[i].logit) - total)};
-        return int(n);
+        for (size_t i = 0; i < best.size(); i++)
+            out[i] = {best[i].id, best[i].logit, float(double(best[i].logit) - total)};
+        return int(best.size());
     });
 }
 
-static engine_sampling check_sampling(const engine_sampling *given) {
-    const auto opt = options(given, "engine_sampling");
-    const auto check = [](const char *what, float v, float hi) {
-        if (!(v >= 0 && v <= hi))
-            fail(ENGINE_EINVAL, "%s is %g, expected 0 to %g", what, double(v), double(hi));
+// The caller's settings, checked and with their defaults filled in.
+static engine_sampling check_sampling(const engine_sampling *given, const vocab &v) {
+    auto opt = options(given, "engine_sampling");
+    const auto check = [](const char *what, float x, float lo, float hi) {
+        if (!(x >= lo && x <= hi))
+            fail(ENGINE_EINVAL, "%s is %g, expected %g to %g", what, double(x), double(lo), double(hi));
     };
-    check("temperature", opt.temperature, 1000);
-    check("top_p", opt.top_p, 1);
-    check("min_p", opt.min_p, 1);
+    const auto fill = [](auto &field, auto value) {
+        if (field == 0)
+            field = value;
+    };
+    fill(opt.penalty_last_n, 64);
+    fill(opt.dry_base, 1.75f);
+    fill(opt.dry_allowed_length, 2);
+    fill(opt.dry_last_n, -1);
+    fill(opt.xtc_threshold, 0.1f);
+    check("temperature", opt.temperature, 0, 1000);
+    check("top_p", opt.top_p, 0, 1);
+    check("min_p", opt.min_p, 0, 1);
+    check("typical_p", opt.typical_p, 0, 1);
+    check("repeat_penalty", opt.repeat_penalty, 0, 100);
+    check("presence_penalty", opt.presence_penalty, -100, 100);
+    check("frequency_penalty", opt.frequency_penalty, -100, 100);
+    check("dry_multiplier", opt.dry_multiplier, 0, 1000);
+    check("dry_base", opt.dry_base, 1, 100);
+    check("xtc_probability", opt.xtc_probability, 0, 1);
+    check("xtc_threshold", opt.xtc_threshold, 0, 0.5);
     check_range("top_k", opt.top_k, 0, INT_MAX);
+    check_range("penalty_last_n", opt.penalty_last_n, -1, INT_MAX);
+    check_range("dry_allowed_length", opt.dry_allowed_length, 0, INT_MAX);
+    check_range("dry_last_n", opt.dry_last_n, -1, INT_MAX);
+    if (opt.n_dry_breakers)
+        check_pointer("dry_breakers", opt.dry_breakers);
+    for (size_t i = 0; i < opt.n_dry_breakers; i++) {
+        if (!opt.dry_breakers[i] || !*opt.dry_breakers[i])
+            fail(ENGINE_EINVAL, "dry_breakers[%zu] is empty", i);
+        if (strlen(opt.dry_breakers[i]) > 256)
+            fail(ENGINE_EINVAL, "dry_breakers[%zu] has more than 256 bytes", i);
+    }
+    if (!opt.dry_breakers) {
+        opt.dry_breakers = default_breakers;
+        opt.n_dry_breakers = sizeof default_breakers / sizeof *default_breakers;
+    }
+    if (opt.n_bias)
+        check_pointer("bias", opt.bias);
+    vector<uint8_t> banned(opt.n_bias < size_t(v.n) ? 0 : size_t(v.n)); // fewer biases cannot ban them all
+    int left = v.n;
+    for (size_t i = 0; i < opt.n_bias; i++) {
+        const engine_logit_bias &b = opt.bias[i];
+        if (b.id < 0 || b.id >= v.n)
+            fail(ENGINE_EINVAL, "bias[%zu].id is %d, expected 0 to %d", i, int(b.id), v.n - 1);
+        if (!(b.bias < HUGE_VALF))
+            fail(ENGINE_EINVAL, "bias[%zu].bias is %g, expected a finite number or -inf", i, double(b.bias));
+        if (!banned.empty() && is_banned(b.bias) && !banned[size_t(b.id)])
+            banned[size_t(b.id)] = 1, left--;
+    }
+    if (left == 0)
+        fail(ENGINE_EINVAL, "bias bans all %d tokens", v.n);
     return opt;
+}
+
+int engine_sampling_defaults(const engine_model *model, engine_sampling *out, int *from_model, engine_error *err) {
+    return guarded(err, [&] {
+        check_pointer("model", model);
+        check_pointer("out", out);
+        engine_sampling r = {};
+        r.size = out->size ? out->size : sizeof r;
+        check_range("engine_sampling.size", int64_t(r.size), sizeof(size_t), 65536);
+        const bool used = default_sampling(model->file, r);
+        memcpy(out, &r, std::min(r.size, sizeof r));
+        if (from_model)
+            *from_model = used;
+        return ENGINE_OK;
+    });
 }
 
 int engine_sample(engine_session *session, const engine_sampling *sampling, engine_error *err) {
     return guarded(err, [&] {
         computing call(session);
-        const engine_sampling opt = check_sampling(sampling);
-        check_code(*session, settle(*session));
-        return int(sample(session->logits, opt, session->tokens.size(), session->pick));
+        engine_session &s = *session;
+        const engine_sampling opt = check_sampling(sampling, s.model.voc);
+        reserve_room(s.room, opt, s.logits.size(), size_t(s.n_ctx));
+        check_code(s, settle(s));
+        return int(sample(s.logits, opt, s.model.voc, s.tokens, s.room));
     });
 }
 
@@ -8646,8 +9857,9 @@ int engine_generate(engine_session *session, const engine_generate_options *give
     return guarded(err, [&] {
         computing call(session);
         auto opt = options(given, "engine_generate_options");
-        const engine_sampling sampling = check_sampling(opt.sampling);
+        const engine_sampling sampling = check_sampling(opt.sampling, session->model.voc);
         opt.sampling = &sampling;
+        reserve_room(session->room, sampling, session->logits.size(), size_t(session->n_ctx));
         check_range("max_tokens", opt.max_tokens, 0, INT_MAX);
         if (opt.n_stops)
             check_pointer("stops", opt.stops);
@@ -8697,7 +9909,7 @@ int engine_plan(const char *path, const engine_open_options *open, const engine_
                 engine_plan_info *plan, engine_error *err) {
     return guarded(err, [&] {
         check_pointer("plan", plan);
-        const std::unique_ptr<engine_model> opened = open_model(path, open);
+        const std::unique_ptr<engine_model> opened = make_model(path, open);
         engine_model &m = *opened;
         const session_plan p = plan_session(m, session);
         engine_plan_info r = {};

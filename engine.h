@@ -289,7 +289,7 @@ ENGINE_API int engine_top(engine_session *session, engine_candidate *out, size_t
 
 typedef struct engine_logit_bias {
     int32_t id;
-    float bias; /* added to the token's logit; -INFINITY: never */
+    float bias; /* added to the token's logit; -INFINITY: never. Banning all tokens is ENGINE_EINVAL */
 } engine_logit_bias;
 
 typedef struct engine_sampling {
@@ -302,16 +302,18 @@ typedef struct engine_sampling {
     float typical_p;   /* 0 to 1: keep the set nearest to the expected surprise with this probability; 0 and 1: off */
     /* Penalties look at the last penalty_last_n tokens of the timeline (0: 64; -1: all). */
     int penalty_last_n;
-    float repeat_penalty;    /* logits of these tokens: divided by it when positive, else multiplied; 0 and 1: off */
+    float repeat_penalty;    /* logits of these tokens: divided by it when positive, else multiplied; 0 to 100; 0 and
+                                1: off */
     float presence_penalty;  /* subtracted once from the logit of each of them; -100 to 100; 0: off */
     float frequency_penalty; /* subtracted once per occurrence; -100 to 100; 0: off */
     /* DRY (don't repeat yourself): a token that would continue a repetition of n >= dry_allowed_length tokens loses
-       dry_multiplier * dry_base ^ (n - dry_allowed_length). */
-    float dry_multiplier;            /* 0: off */
+       dry_multiplier * dry_base ^ (n - dry_allowed_length), unless it contains a breaker itself. */
+    float dry_multiplier;            /* 0 to 1000; 0: off */
     float dry_base;                  /* 1 to 100; 0: 1.75 */
     int dry_allowed_length;          /* 0: 2 */
     int dry_last_n;                  /* tokens looked back on; 0 and -1: all */
-    const char *const *dry_breakers; /* no repetition reaches beyond one of these strings; NULL: newline : " * */
+    const char *const *dry_breakers; /* no repetition reaches beyond one of these strings, of 1 to 256 bytes;
+                                        NULL: newline : " * */
     size_t n_dry_breakers;
     /* XTC (exclude top choices): with this probability, all tokens of at least xtc_threshold but the least likely of
        them are dropped. */
@@ -321,8 +323,9 @@ typedef struct engine_sampling {
     size_t n_bias;
 } engine_sampling;
 
-/* *out becomes what people expect (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05), or what the model's own metadata
-   asks for; from_model: nonzero afterwards when it did; may be NULL. */
+/* *out, up to out->size, becomes what people expect (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05), or what the
+   model's own metadata (general.sampling.*) asks for; from_model: nonzero afterwards when it did; may be NULL. What the
+   file asks for and cannot have is a warning in the log. */
 ENGINE_API int engine_sampling_defaults(const engine_model *model, engine_sampling *out, int *from_model,
                                         engine_error *err);
 
@@ -360,6 +363,7 @@ typedef struct engine_result {
     int reason;       /* ENGINE_STOP_* */
     int n_tokens;     /* sampled, the end token included */
     const char *stop; /* with ENGINE_STOP_STRING: which one, the caller's own pointer; else NULL */
+    int n_reasoning;  /* of n_tokens, those of the reasoning and its marks; 0 without on_reasoning */
 } engine_result;
 
 /* Samples, appends and evaluates tokens until a reason to stop. The last token of an answer, an end token included, is
@@ -401,7 +405,7 @@ typedef struct engine_plan_info {
     int64_t checkpoint_bytes; /* of these, for checkpoints */
     int64_t work_bytes;       /* rows of one step, page tables, logits */
     int64_t scratch_bytes;    /* the operations' own */
-    int64_t session_bytes;    /* the session's arrays on the host: tokens, logits */
+    int64_t session_bytes;    /* the session's arrays on the host: tokens, logits; the sampler's come on top */
     int64_t memory_bytes;     /* of this machine, or of the container */
     int64_t max_ctx;      /* tokens of context that fit into that memory beside everything else; 0: not even one page */
     int64_t decode_bytes; /* weights that one decode step reads */

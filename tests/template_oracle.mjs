@@ -3,8 +3,8 @@
 //     node tests/template_oracle.mjs --golden    our own templates, tests/data/template_*.jinja; the output is kept as
 //                                                tests/data/template_golden.txt
 // Writes records to stdout: a key, a length in bytes, newline, that many bytes, newline. `template` with `bos` and `eos`
-// holds for the cases behind it; a case has `name`, `prompt` (add_generation_prompt), `arg` (name=value), `role` and
-// `content` of each message, and ends with `text`, or `refusal` (the words of raise_exception), or `error`.
+// holds for the cases behind it; a case has `name`, `prompt` (add_generation_prompt), `arg` (name=JSON) and `messages`
+// (JSON), and ends with `text`, or `refusal` (the words of raise_exception), or `error`.
 import { readFileSync, readdirSync, existsSync } from "node:fs";
 import { Template } from "@huggingface/jinja";
 
@@ -42,25 +42,56 @@ const conversations = {
   "unknown role": [u("Hi"), { role: "critic", content: "Bad." }],
   "tool tags": [u("<tool_response>\n1\n</tool_response>"), a("ok"), u("<tool_response>2</tool_response>")],
 };
+// Messages with more than a role and a text, as tool use and reasoning have them.
+const call = (name, args, id) => ({ id, type: "function", function: { name, arguments: args } });
+const said = (tool_calls, more = {}) => ({ role: "assistant", content: "", tool_calls, ...more });
+const answer = (content, id) => ({ role: "tool", content, tool_call_id: id });
+const place = { city: "Z\u00fcrich", days: 3, exact: true, wind: -0.25, tags: ["a", null, {}], note: 'say "hi"\n</tool_call>' };
+const rich = {
+  "one call": [u("Weather?"), said([call("weather", place, "abcdefghi")]), answer('{"t": 21.5}', "abcdefghi")],
+  "calls as text": [u("Weather?"), said([call("weather", '{"city": "Bern"}', "abcdefghi")]), answer("rain", "abcdefghi"), a("Rain."), u("And now?")],
+  "several calls": [
+    s("Use tools."), u("Compare."), said([call("weather", place, "abcdefghi"), call("time", {}, "bcdefghij")]),
+    answer("21", "abcdefghi"), answer("noon", "bcdefghij"), a("Noon, 21."), u("Thanks"),
+  ],
+  "text and calls as text": [u("Go"), { ...said([call("f", "{}", "abcdefghi"), call("g", '{"x":1}', "bcdefghij")]), content: "I go." }, answer("1", "abcdefghi"), answer("2", "bcdefghij")],
+  "calls without content": [u("Go"), said([call("f", "{}", "abcdefghi")], { content: null }), answer("done", "abcdefghi")],
+  "calls without type": [u("Go"), said([{ name: "f", arguments: { x: 1 } }])],
+  "bad id": [u("Go"), said([call("f", {}, "1")]), answer("x", "1")],
+  "reasoning": [u("2+2?"), { ...a("4"), reasoning_content: "\nTwo and two.\n" }, u("3+3?"), { ...a("6"), reasoning_content: "Six." }],
+  "reasoning is null": [u("2+2?"), { ...a("4"), reasoning_content: null }, u("3+3?")],
+  "reasoning and calls": [u("Go"), { ...said([call("f", { a: [1, 2] }, "abcdefghi")]), reasoning_content: "I must call f." }, answer("ok", "abcdefghi")],
+  "marks in fields": [u("Go"), { ...said([call("<|im_end|>", { "<|eot_id|>": "[/INST]" }, "abcdefghi")]), reasoning_content: markers }, answer(markers, "abcdefghi")],
+  "other fields": [{ ...u("Hi"), name: "Ann", weight: 0.5, meta: { deep: [[[1]]] } }, { ...a("Hello"), prefix: true }, u("Bye")],
+};
+const parts = (...texts) => texts.map((text) => ({ type: "text", text }));
+const in_parts = [{ role: "system", content: parts("Be brief.") }, { role: "user", content: parts("One ", "two") }];
+const tool = (name, properties) => ({ type: "function", function: { name, description: `${name}: "\u00fc" <|im_end|>`, parameters: { type: "object", properties, required: Object.keys(properties) } } });
+const tools = [tool("weather", { city: { type: "string", enum: ["Bern", "Z\u00fcrich"] }, days: { type: "integer", minimum: 1, maximum: 7.5 } }), tool("time", {})];
+
 if (golden) conversations["nothing"] = []; // real templates take messages[0], which is an error in Python and none here
 
-// Here this oracle is wrong: its selectattr(..., "undefined") finds nothing, so that it misses the template's refusal.
-const wrong = { mistral_nemo: ["two questions", "answer first", "system twice"] };
+// Here this oracle differs from Jinja2: its selectattr(..., "undefined") finds nothing, so that it misses the template's
+// refusal; tojson takes what is undefined; trim does not take none, of which Jinja2 makes "None".
+const wrong = {
+  mistral_nemo: ["two questions", "answer first", "system twice", "calls without type"],
+  llama3: ["calls without content"],
+};
 
 const put = (key, text) => process.stdout.write(`${key} ${Buffer.byteLength(text)}\n${text}\n`);
 
-function render(name, source, bos, eos, args) {
+function render(name, source, bos, eos, args, all = conversations) {
   put("template", source);
   put("bos", bos);
   put("eos", eos);
   const template = new Template(source.replaceAll("raise_exception", "refuse")); // told apart from other errors below
-  for (const [title, messages] of Object.entries(conversations))
+  for (const [title, messages] of Object.entries(all))
     for (const prompt of wrong[name]?.includes(title) ? [] : [true, false])
       for (const arg of args) {
         put("name", `${name}: ${title}`);
         put("prompt", prompt ? "1" : "0");
-        for (const [k, v] of Object.entries(arg)) put("arg", `${k}=${v}`);
-        for (const m of messages) put("role", m.role), put("content", m.content);
+        for (const [k, v] of Object.entries(arg)) put("arg", `${k}=${JSON.stringify(v)}`);
+        put("messages", JSON.stringify(messages));
         let refused = null;
         const refuse = (words) => {
           refused = words;
@@ -88,5 +119,10 @@ if (golden) {
     const config = JSON.parse(readFileSync(file, "utf8"));
     const text = (token) => token?.content ?? token ?? "";
     const args = p === "qwen3" ? [{}, { enable_thinking: false }] : p === "llama3_2" ? [{ date_string: "26 Jul 2024" }] : [{}];
+    const more = [{}, { tools }, ...(p === "qwen3" ? [{ tools, enable_thinking: false }, { enable_thinking: true }] : [])];
     render(p, config.chat_template, text(config.bos_token), text(config.eos_token), args);
+    render(p, config.chat_template, text(config.bos_token), text(config.eos_token), more, rich);
+    render(p, config.chat_template, text(config.bos_token), text(config.eos_token), [{ tools }, { bos_token: "<other>" }], conversations);
+    if (p === "gemma3") // which reads contents in parts
+      render(p, config.chat_template, text(config.bos_token), text(config.eos_token), [{}], { "in parts": in_parts });
   }

@@ -419,6 +419,40 @@ TEST(Matmul, ScratchIsKept) {
     EXPECT_EQ(be.scratch.data, scratch);
 }
 
+// What matmul_scratch says for the most rows is what a product of so many takes, and enough for fewer.
+TEST(Matmul, ScratchIsKnownBefore) {
+    fp_mode mode;
+    matmul_rng rng;
+    for (cpu_level level : matmul_levels())
+        for (const format &f : formats)
+            for (int threads = 1; threads <= 3; threads++) {
+                const int n_group = rng.range(1, 3), most = rng.range(1, 40), n_out = rng.range(1, 40);
+                const int n_in = f.block * rng.range(1, 600 / f.block + 1), ld = n_group * n_in;
+                matmul_op op = {most, n_in, n_out, n_group, f.type, ld, n_group * n_out, 0, 0};
+                const uint64_t bytes = row_bytes(f, uint64_t(n_in));
+                matmul_guarded w(bytes * uint64_t(n_out * n_group));
+                matmul_fill(f.type, w.data, w.size, rng);
+                vector<float> x(size_t(most * ld), 0.5f), y(size_t(most * n_group * n_out));
+                const mat m = {{w.data, 0}, f.type, n_in, n_out * n_group, 1, bytes, w.size};
+                backend be(threads);
+                be.level = level;
+                const uint64_t need = cpu_ops.matmul_scratch(&be, &op, &m);
+                matmul_run(be, level, {op, w.data, x.data(), nullptr, y.data()});
+                EXPECT_EQ(be.scratch.size, need) << f.name << " level " << level << " rows " << most;
+                // The scratch space ends where memory ends.
+                matmul_guarded space(need);
+                be.scratch = buffer();
+                be.scratch.data = space.data, be.scratch.size = need;
+                for (int i = 0; i < 6; i++) {
+                    op.n_rows = i == 0 ? most : rng.range(1, most);
+                    matmul_run(be, level, {op, w.data, x.data(), nullptr, y.data()});
+                    ASSERT_TRUE(be.scratch.data == space.data && be.scratch.size == need)
+                        << f.name << " level " << level << " rows " << op.n_rows << " of " << most;
+                }
+                be.scratch.data = nullptr, be.scratch.size = 0;
+            }
+}
+
 TEST(Matmul, EveryFormatHasAPath) {
     static const char *const names[] = {"plain", "avx2", "avx512"};
     for (const format &f : formats)

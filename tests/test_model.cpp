@@ -1,9 +1,9 @@
-// Whole models through the C API: golden values, exactness, sessions, sampling, bad arguments, and the shape of the
-// source.
+// Whole models through the C API: golden values, exactness, sessions, bad arguments, and the shape of the source.
 #include "unit.h"
 
 #include "gguf_writer.h"
 #include "mutate.h"
+#include "opened.h"
 
 #include <nlohmann/json.hpp>
 
@@ -15,111 +15,7 @@
 namespace {
 
 using nlohmann::json;
-typedef std::vector<int32_t> model_ids;
-
 json model_json(const std::string &path) { return json::parse(test::read_file(path)); }
-
-// A model and a session that close themselves; errors become test failures.
-struct open_model {
-    engine_model *m = nullptr;
-    engine_error err = {};
-    explicit open_model(const std::string &path, int threads = 1, const char *cpu = "", bool no_mmap = false) {
-        setenv("ENGINE_CPU", cpu, 1);
-        engine_open_options o = {};
-        o.threads = threads;
-        o.no_mmap = no_mmap;
-        if (engine_open(&m, path.c_str(), &o, &err) < 0)
-            ADD_FAILURE() << err.msg;
-        unsetenv("ENGINE_CPU");
-    }
-    ~open_model() { engine_close(m); }
-    open_model(const open_model &) = delete;
-
-    model_ids encode(const std::string &text, int flags) {
-        int n = engine_tokenize(m, text.data(), text.size(), flags, nullptr, 0, &err);
-        EXPECT_GE(n, 0) << err.msg;
-        model_ids ids(size_t(std::max(n, 0)));
-        EXPECT_EQ(engine_tokenize(m, text.data(), text.size(), flags, ids.data(), ids.size(), &err), n);
-        return ids;
-    }
-    std::string decode(const model_ids &ids, int special = 0) {
-        int n = engine_detokenize(m, ids.data(), ids.size(), special, nullptr, 0, &err);
-        std::string s(size_t(std::max(n, 0)) + 1, 0);
-        engine_detokenize(m, ids.data(), ids.size(), special, &s[0], s.size(), &err);
-        s.pop_back();
-        return s;
-    }
-    model_ids chat(const std::vector<engine_message> &messages) {
-        model_ids ids(4096);
-        int n = engine_render_chat(m, messages.data(), messages.size(), nullptr, ids.data(), ids.size(), &err);
-        EXPECT_GE(n, 0) << err.msg;
-        ids.resize(size_t(std::max(n, 0)));
-        return ids;
-    }
-};
-struct open_session {
-    engine_session *s = nullptr;
-    engine_error err = {};
-    explicit open_session(engine_model *m, int n_ctx = 0, int chunk = 0) {
-        engine_session_options o = {};
-        o.n_ctx = n_ctx;
-        o.chunk = chunk;
-        if (engine_session_new(&s, m, &o, &err) < 0)
-            ADD_FAILURE() << err.msg;
-    }
-    ~open_session() { engine_session_free(s); }
-    open_session(const open_session &) = delete;
-
-    int sync(const model_ids &ids) {
-        int r = engine_sync(s, ids.data(), ids.size(), &err);
-        EXPECT_GE(r, 0) << err.msg;
-        return r;
-    }
-    std::vector<float> logits() {
-        const float *p = nullptr;
-        int n = engine_logits(s, &p, &err);
-        EXPECT_GT(n, 0) << err.msg;
-        return std::vector<float>(p, p + std::max(n, 0));
-    }
-    // n greedy steps
-    model_ids greedy(int n) {
-        model_ids out;
-        for (int i = 0; i < n; i++) {
-            int id = engine_sample(s, nullptr, &err);
-            EXPECT_GE(id, 0) << err.msg;
-            if (id < 0)
-                break;
-            out.push_back(id);
-            if (i + 1 < n) {
-                EXPECT_EQ(engine_eval(s, &id, 1, &err), 0) << err.msg;
-            }
-        }
-        return out;
-    }
-    std::string generate(engine_generate_options o, engine_result *result = nullptr) {
-        std::string text;
-        int r = engine_generate(
-            s, &o,
-            [](void *user, const char *t, size_t n) {
-                static_cast<std::string *>(user)->append(t, n);
-                return 0;
-            },
-            &text, result, &err);
-        EXPECT_EQ(r, 0) << err.msg;
-        return text;
-    }
-};
-
-const std::string model_shipped = test::root_path("models/tiny-chat-q8_0.gguf");
-
-// A fixed pseudo-random prompt.
-model_ids model_prompt(int n, int n_vocab) {
-    model_ids ids;
-    uint32_t x = 12345;
-    for (int i = 0; i < n; i++)
-        ids.push_back(int32_t((x = x * 1664525u + 1013904223u) >> 8) % n_vocab);
-    return ids;
-}
 
 // ---- an independent forward pass ---------------------------------------------------------------------------------
 
@@ -258,15 +154,6 @@ double model_distance(const std::vector<float> &got, const std::vector<double> &
         squares += want[i] * want[i];
     }
     return most / std::sqrt(squares / double(want.size()));
-}
-
-std::string model_make(const test::temp_dir &dir, const std::string &options) {
-    const char *build = getenv("ENGINE_BUILD");
-    const std::string path = dir / "model.gguf";
-    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
-    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
-    EXPECT_EQ(r.code, 0) << r.err;
-    return path;
 }
 
 // ---- golden values of other people's implementations ----------------------------------------------------------
@@ -567,9 +454,9 @@ TEST(Model, RotaryPlainLinearAndFactors) {
     const weights llama3 = model_rotary(64, {}, {{"llama.rope.freq_base", 500000.0f}}, factors);
     for (int i = 0; i < 32; i++) {
         const double f = std::pow(500000.0, -2.0 * i / 64);
-        EXPECT_NEAR(plain.freqs[size_t(i)] / f, 1, 1e-14);
-        EXPECT_NEAR(linear.freqs[size_t(i)] / (f / 4), 1, 1e-14);
-        EXPECT_NEAR(llama3.freqs[size_t(i)] / (f / (1.0 + i / 4.0)), 1, 1e-14);
+        EXPECT_NEAR(plain.freqs[0][size_t(i)] / f, 1, 1e-14);
+        EXPECT_NEAR(linear.freqs[0][size_t(i)] / (f / 4), 1, 1e-14);
+        EXPECT_NEAR(llama3.freqs[0][size_t(i)] / (f / (1.0 + i / 4.0)), 1, 1e-14);
     }
     EXPECT_EQ(plain.hp.rope_scale, 1);
 }
@@ -583,7 +470,7 @@ TEST(Model, RotaryYarn) {
         model_rotary(n, {{"llama.rope.scaling.type", "yarn"}}, {{"llama.rope.scaling.factor", float(s)}}, {});
     int kept = 0, divided = 0, between = 0;
     for (int i = 0; i < n / 2; i++) {
-        const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[size_t(i)] / f;
+        const double f = std::pow(base, -2.0 * i / n), turns = ctx * f / (2 * M_PI), ratio = w.freqs[0][size_t(i)] / f;
         if (turns > 32 * 1.2) { // the ramp's ends are rounded to whole pairs
             EXPECT_NEAR(ratio, 1, 1e-12);
             kept++;
@@ -607,10 +494,11 @@ TEST(Model, RotaryYarn) {
     for (int i = 0; i < n / 2; i++) {
         const double keep = 1 - std::min(std::max((i - low) / (high - low), 0.0), 1.0);
         const double f = std::pow(base, -2.0 * i / n);
-        EXPECT_NEAR(w.freqs[size_t(i)] / (f / s * (1 - keep) + f * keep), 1, 1e-12) << i;
+        EXPECT_NEAR(w.freqs[0][size_t(i)] / (f / s * (1 - keep) + f * keep), 1, 1e-12) << i;
     }
     const weights implied = model_rotary(n, {}, {{"llama.rope.scaling.factor", 4.0f}}, {});
-    EXPECT_NEAR(implied.freqs[1] / (std::pow(10000.0, -2.0 / n) / 4), 1, 1e-12) << "a factor without a type is linear";
+    EXPECT_NEAR(implied.freqs[0][1] / (std::pow(10000.0, -2.0 / n) / 4), 1, 1e-12)
+        << "a factor without a type is linear";
     for (const char *type : {"longrope", "yarn", "linear", "xyz"}) {
         EXPECT_THROW(model_rotary(n, {{"llama.rope.scaling.type", type}}, {}, {}), Error)
             << type << " without a factor";
@@ -956,107 +844,6 @@ TEST(Session, StatsCount) {
     EXPECT_GT(st.decode_seconds, 0);
     EXPECT_LE(st.itl_p50, st.itl_p99);
     EXPECT_EQ(st.kv_bytes, 128 * 4 * 2 * 4 * 32 * 2); // one page: 4 layers, K and V, 4 heads of 32 halves
-}
-
-// ---- sampling --------------------------------------------------------------------------------------------------
-
-std::map<int32_t, int> model_draws(const std::vector<float> &logits, const engine_sampling &opt, int n) {
-    std::map<int32_t, int> count;
-    std::vector<candidate> room;
-    for (int i = 0; i < n; i++)
-        count[sample(logits, opt, uint64_t(i), room)]++;
-    return count;
-}
-
-TEST(Sampler, GreedyTakesTheLowestOfEqualIds) {
-    EXPECT_EQ(model_draws({1, 3, 3, 2}, {}, 3), (std::map<int32_t, int>{{1, 3}}));
-}
-
-TEST(Sampler, FiltersKeepWhatTheyPromise) {
-    // probabilities 0.4, 0.3, 0.2, 0.1 in another order
-    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-    const auto kept = [&](engine_sampling o) {
-        o.temperature = 1;
-        std::set<int32_t> ids;
-        for (const auto &c : model_draws(logits, o, 4000))
-            ids.insert(c.first);
-        return ids;
-    };
-    const auto with = [](int top_k, float top_p, float min_p) {
-        engine_sampling o = {};
-        o.top_k = top_k, o.top_p = top_p, o.min_p = min_p;
-        return o;
-    };
-    typedef std::set<int32_t> ids;
-    EXPECT_EQ(kept(with(0, 0, 0)), (ids{0, 1, 2, 3}));
-    EXPECT_EQ(kept(with(2, 0, 0)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(9, 0, 0)), (ids{0, 1, 2, 3}));
-    EXPECT_EQ(kept(with(0, 0.35f, 0)), (ids{1}));
-    EXPECT_EQ(kept(with(0, 0.65f, 0)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(0, 0.75f, 0)), (ids{0, 1, 3}));
-    EXPECT_EQ(kept(with(0, 0, 0.3f)), (ids{0, 1, 3}));
-    EXPECT_EQ(kept(with(0, 0, 1)), (ids{1}));
-    // top-p counts what top-k left: 0.4/0.9 is below 0.5, and 0.7/0.9 above
-    EXPECT_EQ(kept(with(3, 0.5f, 0)), (ids{1, 3}));
-    // min-p comes last: it does not change what top-p sees
-    EXPECT_EQ(kept(with(0, 0.95f, 0.6f)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(0, 0.65f, 0.3f)), (ids{1, 3}));
-    EXPECT_EQ(kept(with(3, 0.85f, 0.6f)), (ids{1, 3}));
-}
-
-TEST(Sampler, FrequenciesAndTemperature) {
-    const std::vector<float> logits = {std::log(0.2f), std::log(0.4f), std::log(0.1f), std::log(0.3f)};
-    const int n = 40000;
-    for (float t : {0.5f, 1.0f, 2.0f}) {
-        engine_sampling o = {};
-        o.temperature = t;
-        double z = 0;
-        for (float l : logits)
-            z += std::exp(double(l) / double(t));
-        for (const auto &c : model_draws(logits, o, n)) {
-            const double p = std::exp(double(logits[size_t(c.first)]) / double(t)) / z;
-            EXPECT_NEAR(c.second / double(n), p, 5 * std::sqrt(p * (1 - p) / n)) << t;
-        }
-    }
-}
-
-TEST(Sampler, SeedAndPositionDecide) {
-    std::vector<float> logits(1000);
-    for (size_t i = 0; i < logits.size(); i++)
-        logits[i] = float(i % 7);
-    std::vector<candidate> room;
-    engine_sampling o = {};
-    o.temperature = 1;
-    int same_seed = 0, same_position = 0;
-    for (uint64_t i = 0; i < 200; i++) {
-        o.seed = 1;
-        const int32_t a = sample(logits, o, i, room);
-        EXPECT_EQ(a, sample(logits, o, i, room));
-        same_seed += a == sample(logits, o, i + 1000, room);
-        o.seed = 2;
-        same_position += a == sample(logits, o, i, room);
-    }
-    EXPECT_LT(same_seed, 20);
-    EXPECT_LT(same_position, 20);
-}
-
-TEST(Sampler, TopIsSortedAndNormalised) {
-    open_model m(model_shipped);
-    open_session s(m.m);
-    s.sync(model_prompt(10, 2048));
-    std::vector<engine_candidate> top(2048);
-    ASSERT_EQ(engine_top(s.s, top.data(), top.size(), &s.err), 2048) << s.err.msg;
-    const std::vector<float> l = s.logits();
-    double sum = 0;
-    for (size_t i = 0; i < top.size(); i++) {
-        sum += std::exp(double(top[i].logprob));
-        EXPECT_EQ(top[i].logit, l[size_t(top[i].id)]);
-        if (i > 0) {
-            EXPECT_TRUE(top[i - 1].logit > top[i].logit ||
-                        (top[i - 1].logit == top[i].logit && top[i - 1].id < top[i].id));
-        }
-    }
-    EXPECT_NEAR(sum, 1, 1e-5);
 }
 
 // ---- bad calls -------------------------------------------------------------------------------------------------

@@ -330,19 +330,219 @@ TEST(ops, add_embed_rows) {
     }
 }
 
-TEST(ops, memory) {
+TEST(ops, memory_is_zero_counted_and_moved) {
     backend be(1);
+    EXPECT_EQ(cpu_ops.allocated(&be), 0u);
     mem m = cpu_ops.alloc(&be, 1000), none = cpu_ops.alloc(&be, UINT64_MAX - 100);
     ASSERT_NE(m.handle, nullptr);
     EXPECT_EQ(none.handle, nullptr);
+    EXPECT_EQ(cpu_ops.allocated(&be), 1000u);
+    for (int i = 0; i < 1000; i++)
+        ASSERT_EQ(at<uint8_t>(m)[i], 0);
     const char text[] = "abc";
     char back[4];
     m.offset = 996;
     cpu_ops.put(&be, m, text, 4);
     cpu_ops.get(&be, back, m, 4);
     EXPECT_STREQ(back, text);
+    const mem other = cpu_ops.alloc(&be, 8), empty = cpu_ops.alloc(&be, 0);
+    EXPECT_NE(empty.handle, nullptr);
+    cpu_ops.copy(&be, other, m, 4);
+    EXPECT_STREQ(at<char>(other), text);
+    cpu_ops.copy(&be, {other.handle, 1}, other, 4); // the two may overlap
+    EXPECT_STREQ(at<char>(other), "aabc");
     EXPECT_EQ(cpu_ops.weights(&be, text, 4).handle, text);
+    EXPECT_EQ(cpu_ops.allocated(&be), 1008u);
     cpu_ops.free(&be, m);
+    EXPECT_EQ(cpu_ops.allocated(&be), 8u);
+    cpu_ops.free(&be, empty);
+    cpu_ops.free(&be, mem());
+    cpu_ops.free(&be, other);
+    EXPECT_EQ(cpu_ops.allocated(&be), 0u);
+}
+
+TEST(ops, memory_grows_and_keeps_its_content) {
+    backend be(1);
+    uint64_t bytes = 1;
+    mem m = cpu_ops.alloc(&be, bytes);
+    const mem neighbour = cpu_ops.alloc(&be, 4096); // in the way of growing in place, perhaps
+    at<uint8_t>(m)[0] = 1;
+    for (uint64_t more : {uint64_t(2), uint64_t(4096), uint64_t(4097), uint64_t(100000), uint64_t(100000), uint64_t(5),
+                          uint64_t(3) << 20}) {
+        m = cpu_ops.grow(&be, m, bytes, more);
+        ASSERT_NE(m.handle, nullptr);
+        for (uint64_t i = 0; i < std::max(bytes, more); i++)
+            ASSERT_EQ(at<uint8_t>(m)[i], i < bytes ? uint8_t(i * 7 + 1) : 0) << i;
+        bytes = std::max(bytes, more);
+        for (uint64_t i = 0; i < bytes; i++)
+            at<uint8_t>(m)[i] = uint8_t(i * 7 + 1);
+        ASSERT_EQ(cpu_ops.allocated(&be), bytes + 4096);
+    }
+    EXPECT_EQ(cpu_ops.grow(&be, m, bytes, UINT64_MAX / 2).handle, nullptr); // and the old one is still there
+    EXPECT_EQ(at<uint8_t>(m)[bytes - 1], uint8_t((bytes - 1) * 7 + 1));
+    EXPECT_EQ(cpu_ops.allocated(&be), bytes + 4096);
+    EXPECT_EQ(cpu_ops.grow(&be, mem(), 0, 100).handle, nullptr);
+    EXPECT_EQ(ops_sync(&be), nullptr); // these calls report by themselves
+    cpu_ops.free(&be, m);
+    EXPECT_EQ(cpu_ops.allocated(&be), 4096u);
+    cpu_ops.free(&be, neighbour);
+}
+
+// Resident bytes of this process.
+uint64_t ops_resident() {
+    unsigned long long size = 0, resident = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    EXPECT_TRUE(f && fscanf(f, "%llu %llu", &size, &resident) == 2);
+    if (f)
+        fclose(f);
+    return uint64_t(resident) * uint64_t(sysconf(_SC_PAGESIZE));
+}
+
+TEST(ops, memory_costs_nothing_before_it_is_written) {
+    backend be(1);
+    const uint64_t bytes = uint64_t(1) << 30, before = ops_resident(), limit = before + (64 << 20);
+    mem m = cpu_ops.alloc(&be, bytes / 2);
+    ASSERT_NE(m.handle, nullptr);
+    m = cpu_ops.grow(&be, m, bytes / 2, bytes);
+    ASSERT_NE(m.handle, nullptr);
+    EXPECT_LT(ops_resident(), limit);
+    EXPECT_EQ(cpu_ops.reserve(&be, bytes), 0);
+    EXPECT_LT(ops_resident(), limit);
+    at<uint8_t>(m)[bytes - 1] = at<uint8_t>(m)[0] = 1;
+    EXPECT_LT(ops_resident(), limit);
+    EXPECT_EQ(cpu_ops.allocated(&be), 2 * bytes);
+}
+
+TEST(ops, reserve_never_shrinks) {
+    backend be(1);
+    EXPECT_EQ(cpu_ops.reserve(&be, 5000), 0);
+    EXPECT_EQ(cpu_ops.allocated(&be), 5000u);
+    const uint8_t *scratch = be.scratch.data;
+    EXPECT_EQ(cpu_ops.reserve(&be, 100), 0);
+    EXPECT_EQ(cpu_ops.allocated(&be), 5000u);
+    EXPECT_NE(cpu_ops.reserve(&be, UINT64_MAX / 2), 0);
+    EXPECT_EQ(be.scratch.data, scratch);
+    EXPECT_EQ(cpu_ops.allocated(&be), 5000u);
+    EXPECT_EQ(ops_sync(&be), nullptr);
+}
+
+// ---- cache rows ----
+
+uint64_t ops_row_bytes(int type, int dim) {
+    return type == TYPE_Q8_0 ? uint64_t(dim + 31) / 32 * 34 : uint64_t(dim) * 2;
+}
+
+// What chapter CPU says that a row of n values becomes, from the words.
+vector<uint8_t> ops_stored(int type, const float *x, int n) {
+    vector<uint8_t> row;
+    const auto put_half = [&](uint16_t h) { row.push_back(uint8_t(h)), row.push_back(uint8_t(h >> 8)); };
+    for (int begin = 0; begin < n; begin += type == TYPE_Q8_0 ? 32 : 1) {
+        if (type == TYPE_F16) {
+            put_half(float_to_half(x[begin]));
+            continue;
+        }
+        const int end = std::min(n, begin + 32);
+        float amax = 0;
+        bool finite = true;
+        for (int i = begin; i < end; i++)
+            finite = finite && std::isfinite(x[i]), amax = std::fmax(amax, std::fabs(x[i]));
+        const uint16_t half = float_to_half(amax / 127.0f);
+        const float d = half_to_float(half);
+        finite = finite && std::isfinite(d);
+        put_half(finite ? half : 0x7e00);
+        for (int i = begin; i < begin + 32; i++) {
+            double q = 0;
+            if (i < end && finite && d > 0) {
+                const float scaled = x[i] * (1.0f / d);
+                q = std::nearbyint(double(scaled));
+                q = std::fmax(-127.0, std::fmin(127.0, q));
+            }
+            row.push_back(uint8_t(int8_t(q)));
+        }
+    }
+    return row;
+}
+
+// And what is read from it.
+vector<float> ops_widened(int type, const vector<uint8_t> &row, int n) {
+    vector<float> v;
+    for (int i = 0; i < n; i++) {
+        const size_t block = type == TYPE_Q8_0 ? size_t(i / 32 * 34) : size_t(i) * 2;
+        const float f = half_to_float(uint16_t(row[block] | row[block + 1] << 8));
+        v.push_back(type == TYPE_Q8_0 ? f * float(int8_t(row[block + 2 + size_t(i % 32)])) : f);
+    }
+    return v;
+}
+
+// One row through kv_put, its bytes; what follows them stays.
+vector<uint8_t> ops_put_row(cpu_level level, int type, const vector<float> &x) {
+    const int n = int(x.size()), slot = 77;
+    const uint64_t bytes = ops_row_bytes(type, n);
+    backend be(1);
+    be.level = level;
+    vector<uint8_t> page(128 * bytes, 0xaa);
+    vector<int32_t> pos = {slot}, zero = {0};
+    seg sg = {};
+    sg.pool = ops_mem(page.data()), sg.type = type, sg.ratio = 1, sg.k_row_bytes = bytes;
+    step st = {};
+    st.pos = ops_mem(pos.data()), st.seq = st.table[0] = ops_mem(zero.data()), st.table_len = 1;
+    kv_put_op op = {};
+    op.n_rows = op.n_head_kv = op.shared = 1, op.dim_k = op.dim_v = op.ld_k = n, op.type = type;
+    cpu_ops.kv_put(&be, &op, &sg, ops_mem(x.data()), mem(), &st);
+    EXPECT_EQ(ops_sync(&be), nullptr);
+    for (size_t i = 0; i < page.size(); i++)
+        EXPECT_TRUE(page[i] == 0xaa || i / bytes == slot) << i;
+    return vector<uint8_t>(page.begin() + int64_t(slot * bytes), page.begin() + int64_t((slot + 1) * bytes));
+}
+
+TEST(ops, q8_0_rows_follow_the_written_rule) {
+    ops_random rnd(6);
+    for (int n : {1, 8, 31, 32, 33, 48, 64, 80, 128, 250})
+        for (float size : {1e-9f, 3e-6f, 1e-4f, 1e-3f, 1.0f, 30.0f, 8e6f}) {
+            const vector<float> x = rnd.row(size_t(n), size);
+            const vector<uint8_t> want = ops_stored(TYPE_Q8_0, x.data(), n);
+            const vector<float> back = ops_widened(TYPE_Q8_0, want, n);
+            for (cpu_level level : ops_levels())
+                ASSERT_EQ(ops_put_row(level, TYPE_Q8_0, x), want)
+                    << "level " << level << " n " << n << " size " << size;
+            for (int i = 0; i < n; i++) {
+                double amax = 0;
+                for (int j = i / 32 * 32; j < std::min(n, i / 32 * 32 + 32); j++)
+                    amax = std::fmax(amax, std::fabs(double(x[size_t(j)])));
+                // Half a step, which f16 rounds: by 2^-11 of it, or by 2^-25 where it is a denormal, times 127.
+                const double limit = amax / 127 * 0.5 * (1 + 0x1p-10) + 127 * 0x1p-25;
+                ASSERT_LE(std::fabs(double(back[size_t(i)]) - double(x[size_t(i)])), limit) << n << " " << size;
+            }
+            if (n % 32 == 0) { // the weight format of the same name
+                vector<float> decoded(x.size());
+                decode_row(TYPE_Q8_0, want.data(), decoded.data(), n);
+                ASSERT_EQ(ops_differ(decoded.data(), back.data(), x.size()), -1);
+            }
+        }
+}
+
+TEST(ops, q8_0_rows_of_unusual_numbers) {
+    for (cpu_level level : ops_levels()) {
+        const auto widened = [&](vector<float> x) {
+            return ops_widened(TYPE_Q8_0, ops_put_row(level, TYPE_Q8_0, x), int(x.size()));
+        };
+        // Infinite, not a number, or too large for the scale: never a finite value, and only in its own block.
+        for (float bad : {INFINITY, -INFINITY, float(NAN), -float(NAN), 3.4e38f, -9e6f})
+            for (int at : {0, 31, 40, 69}) {
+                vector<float> x(70, 0.5f);
+                x[size_t(at)] = bad;
+                const vector<float> y = widened(x);
+                for (int i = 0; i < 70; i++)
+                    ASSERT_EQ(std::isfinite(y[size_t(i)]), i / 32 != at / 32) << bad << " " << at << " " << i;
+            }
+        for (float f : widened({0.0f, -0.0f, 1e-30f, -1e-40f}))
+            EXPECT_EQ(f, 0.0f);
+        const vector<float> ends = widened({-127.0f, 127.0f, 0.5f, 1.5f, -2.5f, 126.0f});
+        EXPECT_EQ(ends, (vector<float>{-127.0f, 127.0f, 0.0f, 2.0f, -2.0f, 126.0f}));
+        // d is 2^-23, nearest to 2.4 * 2^-24: x / d reaches 152.
+        const float x = std::ldexp(127 * 2.4f, -24);
+        EXPECT_EQ(widened({x, -x}), (vector<float>{std::ldexp(127.0f, -23), -std::ldexp(127.0f, -23)}));
+    }
 }
 
 // ---- attention ----
@@ -350,6 +550,7 @@ TEST(ops, memory) {
 // A cache of several sequences with shuffled pages, filled through kv_put, and queries for some rows.
 struct ops_case {
     int n_head = 2, n_head_kv = 1, dim_k = 16, dim_v = 16, window = 0;
+    int type = TYPE_F16, table = 0;
     bool shared = false, has_sinks = false;
     float softcap = 0;
     vector<int> lengths = {1};        // cached tokens of each sequence
@@ -360,7 +561,7 @@ struct ops_attention {
     ops_case c;
     int table_len = 0;
     vector<int32_t> table;
-    vector<vector<float>> k, v; // of each sequence [length, n_head_kv, dim], as they were put
+    vector<vector<float>> k, v; // of each sequence [length, n_head_kv, dim], as the cache has them
     vector<float> q, sinks;
     std::unique_ptr<ops_guarded> pool;
     seg sg = {};
@@ -381,8 +582,8 @@ struct ops_attention {
         for (size_t s = 0, next = 0; s < c.lengths.size(); s++)
             for (int i = 0; i < (c.lengths[s] + 127) / 128; i++)
                 table[s * size_t(table_len) + size_t(i)] = ids[next++];
-        sg.type = TYPE_F16, sg.ratio = 1;
-        sg.k_row_bytes = uint64_t(c.dim_k) * 2, sg.v_row_bytes = uint64_t(c.dim_v) * 2;
+        sg.type = c.type, sg.ratio = 1, sg.table = c.table;
+        sg.k_row_bytes = ops_row_bytes(c.type, c.dim_k), sg.v_row_bytes = ops_row_bytes(c.type, c.dim_v);
         const uint64_t gap = 64; // another layer's rows
         sg.k_offset = gap, sg.v_offset = gap + 128 * sg.k_row_bytes * uint64_t(c.n_head_kv);
         sg.page_bytes = sg.v_offset + (c.shared ? 0 : 128 * sg.v_row_bytes * uint64_t(c.n_head_kv));
@@ -396,13 +597,18 @@ struct ops_attention {
             vector<int32_t> pos, seq(k.back().size() / size_t(c.n_head_kv * c.dim_k), int32_t(s));
             for (int i = 0; i < n; i++)
                 pos.push_back(i);
-            step st = step_of(pos, seq);
+            step st = step_of(pos, seq, table);
             kv_put_op op = {};
-            op.n_rows = n, op.n_head_kv = c.n_head_kv, op.dim_k = c.dim_k, op.dim_v = c.dim_v, op.type = TYPE_F16;
+            op.n_rows = n, op.n_head_kv = c.n_head_kv, op.dim_k = c.dim_k, op.dim_v = c.dim_v, op.type = c.type;
             op.shared = c.shared, op.ld_k = c.n_head_kv * c.dim_k, op.ld_v = c.n_head_kv * c.dim_v;
             be.level = s % 2 ? CPU_PLAIN : cpu_detect();
             cpu_ops.kv_put(&be, &op, &sg, ops_mem(k.back().data()), ops_mem(v.back().data()), &st);
             EXPECT_EQ(ops_sync(&be), nullptr);
+            for (auto [rows, dim] : {std::pair<vector<float> *, int>{&k.back(), c.dim_k}, {&v.back(), c.dim_v}})
+                for (size_t i = 0; i < rows->size(); i += size_t(dim)) {
+                    const vector<float> row = ops_widened(c.type, ops_stored(c.type, rows->data() + i, dim), dim);
+                    std::copy(row.begin(), row.end(), rows->begin() + int64_t(i));
+                }
         }
         q = rnd.row(c.rows.size() * size_t(ld_q()), 2.0f);
         sinks = rnd.row(size_t(c.n_head), 3.0f);
@@ -411,9 +617,12 @@ struct ops_attention {
     int ld_q() const { return c.n_head * c.dim_k + 3; }
     int ld_y() const { return c.n_head * c.dim_v; }
 
-    step step_of(const vector<int32_t> &pos, const vector<int32_t> &seq) const {
+    // The other table has nothing that may be followed.
+    step step_of(const vector<int32_t> &pos, const vector<int32_t> &seq, const vector<int32_t> &pages) const {
+        static const vector<int32_t> none(4096, INT32_MAX);
         step st = {};
-        st.pos = ops_mem(pos.data()), st.seq = ops_mem(seq.data()), st.table[0] = ops_mem(table.data());
+        st.pos = ops_mem(pos.data()), st.seq = ops_mem(seq.data());
+        st.table[c.table] = ops_mem(pages.data()), st.table[1 - c.table] = ops_mem(none.data());
         st.table_len = table_len;
         return st;
     }
@@ -431,19 +640,24 @@ struct ops_attention {
         vector<int32_t> pos, seq;
         for (size_t r = r0; r < r1; r++)
             seq.push_back(c.rows[r].first), pos.push_back(c.rows[r].second);
-        const step st = step_of(pos, seq);
+        vector<int32_t> pages = table;
+        for (size_t i = 0; c.window > 0 && i < pages.size(); i++) { // pages before all windows were given back
+            bool seen = false;
+            for (size_t r = 0; r < pos.size(); r++)
+                seen = seen ||
+                       (seq[r] == int(i) / table_len && std::max(0, pos[r] - c.window + 1) / 128 <= int(i) % table_len);
+            pages[i] = seen ? pages[i] : INT32_MAX;
+        }
+        const step st = step_of(pos, seq, pages);
         const attend_op o = op(int(r1 - r0));
         const seg segs[2] = {sg, {}};
         cpu_ops.attend(be, &o, ops_mem(y), ops_mem(q.data() + r0 * size_t(ld_q())), segs, ops_mem(sinks.data()), &st);
         EXPECT_EQ(ops_sync(be), nullptr);
     }
 
-    float key(size_t s, int i, int h, int d) const {
-        return half_to_float(float_to_half(k[s][(size_t(i) * c.n_head_kv + h) * c.dim_k + d]));
-    }
+    float key(size_t s, int i, int h, int d) const { return k[s][(size_t(i) * c.n_head_kv + h) * c.dim_k + d]; }
     float value(size_t s, int i, int h, int d) const {
-        return c.shared ? key(s, i, h, d)
-                        : half_to_float(float_to_half(v[s][(size_t(i) * c.n_head_kv + h) * c.dim_v + d]));
+        return c.shared ? key(s, i, h, d) : v[s][(size_t(i) * c.n_head_kv + h) * c.dim_v + d];
     }
 
     // The formula, in double: y of one row and head, and the largest |value| for the tolerance.
@@ -651,17 +865,99 @@ TEST(ops, attend_windows_sinks_and_softcaps) {
 }
 
 TEST(ops, attend_several_sequences) {
-    ops_case c;
-    c.n_head = 4, c.n_head_kv = 2, c.dim_k = c.dim_v = 64;
-    c.lengths = {300, 1, 2200, 129};
-    for (int s = 0; s < 4; s++) // decode steps, then prompts side by side
-        c.rows.push_back({s, c.lengths[size_t(s)] - 1});
-    for (int p = 0; p < 129; p++)
-        c.rows.push_back({3, p});
-    for (int p = 100; p < 260; p++)
-        c.rows.push_back({0, p});
-    c.rows.push_back({2, 2047});
-    ops_check_attention(c, 600, 12);
+    for (int type : {TYPE_F16, TYPE_Q8_0}) {
+        ops_case c;
+        c.type = type;
+        c.n_head = 4, c.n_head_kv = 2, c.dim_k = c.dim_v = 64;
+        c.lengths = {300, 1, 2200, 129};
+        for (int s = 0; s < 4; s++) // decode steps, then prompts side by side
+            c.rows.push_back({s, c.lengths[size_t(s)] - 1});
+        for (int p = 0; p < 129; p++)
+            c.rows.push_back({3, p});
+        for (int p = 100; p < 260; p++)
+            c.rows.push_back({0, p});
+        c.rows.push_back({2, 2047});
+        ops_check_attention(c, 600, 12);
+    }
+}
+
+TEST(ops, attend_q8_0_groups_and_dimensions) {
+    uint64_t seed = 610;
+    for (int dim : {8, 16, 33, 48, 64, 80, 128})
+        for (int group : {1, 2, 4, 8})
+            for (int form = 0; form < 2; form++) {
+                ops_case c;
+                c.type = TYPE_Q8_0, c.n_head_kv = 2, c.n_head = 2 * group, c.dim_k = dim;
+                c.shared = form, c.dim_v = form && dim > 16 ? dim - 16 : dim;
+                c.lengths = {140};
+                for (int p = 126; p<140; p += group> 2 ? 13 : 3)
+                    c.rows.push_back({0, p});
+                SCOPED_TRACE(strf("dim %d group %d form %d", dim, group, form));
+                ops_check_attention(c, seed++, 2);
+            }
+}
+
+TEST(ops, attend_q8_0_lengths_windows_sinks_and_softcaps) {
+    for (int form = 0; form < 8; form++) {
+        ops_case c;
+        c.type = TYPE_Q8_0, c.table = form & 1, c.n_head = 6, c.n_head_kv = 2;
+        c.dim_k = form & 2 ? 64 : 48, c.dim_v = form & 2 ? 32 : 48;
+        c.window = form & 4 ? 150 : 0, c.has_sinks = form & 1, c.softcap = form & 2 ? 5.0f : 0.0f;
+        c.lengths = {2300, 40};
+        c.rows = {{0, 2299}, {1, 39}, {0, 2047}, {0, 2048}, {0, 100}};
+        for (int p = 2200; p < 2240; p++)
+            c.rows.push_back({0, p});
+        SCOPED_TRACE(form);
+        ops_check_attention(c, 680 + uint64_t(form), 6, form < 4);
+    }
+}
+
+// What attend_scratch says for the most rows and the longest sequence is enough for every batch: any rows, any split
+// into sequences, any positions.
+TEST(ops, attend_scratch_is_enough_for_every_batch) {
+    ops_random rnd(750);
+    for (int shape = 0; shape < 40; shape++) {
+        const int group = 1 << rnd.below(5), most = 1 + rnd.below(shape % 4 ? 40 : 160), n_sequence = 1 + rnd.below(5);
+        ops_case c;
+        c.n_head_kv = 1 + rnd.below(4), c.n_head = c.n_head_kv * group, c.shared = rnd.below(4) == 0;
+        c.dim_k = 8 * (1 + rnd.below(4)), c.dim_v = c.shared ? c.dim_k : 8 * (1 + rnd.below(4));
+        c.window = rnd.below(3) ? 0 : 1 + rnd.below(300);
+        c.type = rnd.below(2) ? TYPE_F16 : TYPE_Q8_0;
+        int longest = 0;
+        for (int s = 0; s < n_sequence; s++) {
+            c.lengths.resize(size_t(s + 1), 1);
+            c.lengths[size_t(s)] = rnd.below(3) ? 1 + rnd.below(300) : 2048 + rnd.below(2200);
+            longest = std::max(longest, c.lengths[size_t(s)]);
+        }
+        ops_attention a(c, 751 + uint64_t(shape));
+        for (cpu_level level : ops_levels()) {
+            backend be(1 + rnd.below(4));
+            be.level = level;
+            const attend_op op = a.op(most);
+            const uint64_t bytes = cpu_ops.attend_scratch(&be, &op, &a.sg, longest);
+            // The scratch space ends where memory ends, and begins as NaN.
+            const ops_guarded space(bytes);
+            be.scratch.data = space.data, be.scratch.size = bytes;
+            for (int batch = 0; batch < (level == CPU_PLAIN ? 3 : 8); batch++) {
+                const int n = batch == 0 ? most : 1 + rnd.below(most), turn = 1 + rnd.below(20);
+                a.c.rows.clear();
+                for (int t = 0, s = 0; t < n; t++) {
+                    if (t % turn == 0)
+                        s = rnd.below(n_sequence);
+                    const int length = c.lengths[size_t(s)];
+                    a.c.rows.push_back({s, batch % 2 ? length - 1 : rnd.below(length)});
+                }
+                a.q.assign(size_t(n) * size_t(a.ld_q()), 0.5f);
+                vector<float> y(size_t(n) * size_t(a.ld_y()));
+                a.run(&be, y.data(), 0, size_t(n));
+                const bool same = be.scratch.data == space.data && be.scratch.size == bytes;
+                EXPECT_TRUE(same) << "shape " << shape << " level " << level << " rows " << n << " of " << most;
+                if (!same)
+                    return;
+            }
+            be.scratch.data = nullptr, be.scratch.size = 0;
+        }
+    }
 }
 
 // A NaN in the cache reaches exactly the rows and heads that see it, also from a key that is beside a masked slot.
@@ -671,12 +967,14 @@ TEST(ops, attend_keeps_nan_where_it_is_seen) {
     c.lengths = {140};
     for (int p = 90; p < 140; p++)
         c.rows.push_back({0, p});
-    for (bool in_key : {true, false}) {
+    for (int form = 0; form < 4; form++) {
+        const bool in_key = form & 1;
+        c.type = form & 2 ? TYPE_Q8_0 : TYPE_F16;
         const ops_attention a(c, 700);
         const int bad = 130, kv = 1;
         const uint64_t row = uint64_t(kv * 128 + bad % 128);
         uint8_t *page = a.pool->data + uint64_t(a.table[1]) * a.sg.page_bytes;
-        const uint16_t nan = 0x7e00;
+        const uint16_t nan = 0x7e00; // of an f16 value, or the scale of a q8_0 block
         memcpy(page + (in_key ? a.sg.k_offset + row * a.sg.k_row_bytes : a.sg.v_offset + row * a.sg.v_row_bytes), &nan,
                2);
         for (cpu_level level : ops_levels()) {
@@ -688,7 +986,7 @@ TEST(ops, attend_keeps_nan_where_it_is_seen) {
                 for (int h = 0; h < c.n_head; h++)
                     ASSERT_EQ(std::isnan(y[r * size_t(a.ld_y()) + size_t(h * 64)]),
                               c.rows[r].second >= bad && h / 2 == kv)
-                        << "level " << level << " row " << r << " head " << h;
+                        << "form " << form << " level " << level << " row " << r << " head " << h;
         }
     }
 }
@@ -699,14 +997,14 @@ TEST(ops, unsupported_rows_are_an_error) {
     ops_attention a(c, 800);
     vector<float> y(size_t(a.ld_y()));
     vector<int32_t> zero = {0};
-    const step st = a.step_of(zero, zero);
+    const step st = a.step_of(zero, zero, a.table);
     for (int kind = 0; kind < 4; kind++) {
         seg segs[2] = {a.sg, a.sg};
         attend_op op = a.op(1);
         kv_put_op put = {};
         put.n_rows = 1, put.n_head_kv = 1, put.dim_k = put.dim_v = 16, put.ld_k = put.ld_v = 16, put.type = TYPE_F16;
         if (kind == 0)
-            segs[0].type = put.type = TYPE_Q8_0;
+            segs[0].type = put.type = TYPE_Q4_0;
         if (kind == 1)
             segs[0].ratio = 4;
         if (kind == 2)
@@ -718,6 +1016,9 @@ TEST(ops, unsupported_rows_are_an_error) {
         EXPECT_NE(ops_sync(&be), nullptr) << kind;
         if (kind > 1)
             continue;
+        cpu_ops.kv_put(&be, &put, segs, ops_mem(a.q.data()), ops_mem(a.q.data()), &st);
+        EXPECT_NE(ops_sync(&be), nullptr) << kind;
+        put.type = TYPE_Q8_0, segs[0].type = TYPE_F16, segs[0].ratio = 1; // the operation and the rows disagree
         cpu_ops.kv_put(&be, &put, segs, ops_mem(a.q.data()), ops_mem(a.q.data()), &st);
         EXPECT_NE(ops_sync(&be), nullptr) << kind;
     }

@@ -3,10 +3,26 @@
 
 namespace {
 
+struct template_message {
+    string role, content;
+};
+typedef vector<template_message> template_messages;
+
+chat_text template_render(const string &source, const template_messages &messages, bool prompt = false,
+                          const template_limits &limits = {}) {
+    vector<engine_message> list;
+    for (const template_message &m : messages)
+        list.push_back({m.role.c_str(), m.content.c_str()});
+    const json_document d = messages_document(list.data(), list.size());
+    chat_input in;
+    in.messages = &d.root(), in.add_generation_prompt = prompt, in.bos = "<s>", in.eos = "</s>";
+    return render_template(source, in, limits);
+}
+
 struct template_case {
     string name, source, bos, eos, kind, expected; // kind: text, refusal, error
-    string arguments;                              // as statements that set them
-    vector<chat_message> messages;
+    string messages;                               // JSON
+    vector<std::pair<string, string>> args;        // name, JSON
     bool prompt = false;
 };
 
@@ -34,18 +50,14 @@ vector<template_case> template_cases(const string &records) {
             c.name = value;
         else if (key == "prompt")
             c.prompt = value == "1";
-        else if (key == "arg") {
-            const size_t equal = value.find('=');
-            const string v = value.substr(equal + 1);
-            c.arguments += "{% set " + value.substr(0, equal) + " = " + (v == "false" ? v : "'" + v + "'") + " +%}";
-        } else if (key == "role")
-            c.messages.push_back({value, ""});
-        else if (key == "content")
-            c.messages.back().content = value;
+        else if (key == "arg")
+            c.args.emplace_back(value.substr(0, value.find('=')), value.substr(value.find('=') + 1));
+        else if (key == "messages")
+            c.messages = value;
         else {
             c.kind = key, c.expected = value;
             cases.push_back(c);
-            c.arguments.clear(), c.messages.clear();
+            c.args.clear();
         }
     }
     return cases;
@@ -54,7 +66,15 @@ vector<template_case> template_cases(const string &records) {
 // What a conversation gives: "text ...", or "refusal ..." with the message of the error.
 string template_outcome(const template_case &c) {
     try {
-        return "text " + render_template(c.arguments + c.source, c.messages, c.prompt, c.bos, c.eos).text;
+        const json_document messages = parse_json(c.messages, ENGINE_EINVAL, "messages");
+        vector<json_document> args;
+        chat_input in;
+        for (const auto &arg : c.args)
+            args.push_back(parse_json(arg.second, ENGINE_EINVAL, arg.first));
+        for (size_t i = 0; i < args.size(); i++)
+            in.args.emplace_back(c.args[i].first, &args[i].root());
+        in.messages = &messages.root(), in.add_generation_prompt = c.prompt, in.bos = c.bos, in.eos = c.eos;
+        return "text " + render_template(c.source, in).text;
     } catch (const Error &e) {
         EXPECT_EQ(e.code, ENGINE_ETEMPLATE);
         EXPECT_EQ(e.msg.compare(0, 14, "template line "), 0) << e.msg;
@@ -75,15 +95,15 @@ int template_compare(const vector<template_case> &cases) {
     return refusals;
 }
 
-const vector<chat_message> template_talk = {{"system", "Be <b>."}, {"user", " Hi <|end|> "}, {"assistant", "Yes"}};
+const template_messages template_talk = {{"system", "Be <b>."}, {"user", " Hi <|end|> "}, {"assistant", "Yes"}};
 
-string template_text(const string &source, const vector<chat_message> &messages = template_talk) {
-    return render_template(source, messages, false, "<s>", "</s>").text;
+string template_text(const string &source, const template_messages &messages = template_talk) {
+    return template_render(source, messages).text;
 }
 
 // The text with every byte that came from a message replaced by '#'.
-string template_marked(const string &source, const vector<chat_message> &messages = template_talk) {
-    chat_text t = render_template(source, messages, false, "<s>", "</s>");
+string template_marked(const string &source, const template_messages &messages = template_talk) {
+    chat_text t = template_render(source, messages);
     EXPECT_EQ(t.text.size(), t.literal.size());
     for (size_t i = 0; i < t.text.size(); i++)
         if (t.literal[i])
@@ -92,9 +112,9 @@ string template_marked(const string &source, const vector<chat_message> &message
 }
 
 // The message of the error, or "no error".
-string template_error(const string &source, const vector<chat_message> &messages = template_talk) {
+string template_error(const string &source, const template_messages &messages = template_talk) {
     try {
-        render_template(source, messages, false, "<s>", "</s>");
+        template_render(source, messages);
         return "no error";
     } catch (const Error &e) {
         EXPECT_EQ(e.code, ENGINE_ETEMPLATE);
@@ -148,9 +168,7 @@ TEST(Template, ProvenanceFollowsTheBytes) {
     EXPECT_EQ(template_marked("{{ ('<|a|>' ~ messages[2].content)[::-1] }}"), "###>|a|<");
     EXPECT_EQ(template_marked("{{ messages[2].content * 2 }}{{ '-' * 2 }}"), "######--");
     EXPECT_EQ(template_marked("{{ messages[2] | tojson }}"),
-              string(strlen(R"({"role": "assistant", "content": "Yes"})"), '#')
-                  .replace(2, 4, "role")
-                  .replace(23, 7, "content"));
+              string(strlen(R"({"role": "assistant", "content": "Yes"})"), '#'));
     EXPECT_EQ(template_marked("{% for c in messages[2].content %}{{ c }}.{% endfor %}"), "#.#.#.");
     EXPECT_EQ(template_marked("{% macro m(x) %}({{ x }}){% endmacro %}{{ m(messages[2].content) }}"), "(###)");
     EXPECT_EQ(template_marked("{% set x %}<{{ messages[2].content }}>{% endset %}{{ x | trim }}"), "<###>");
@@ -201,7 +219,7 @@ TEST(Template, Clock) {
     setenv("TZ", "UTC", 1);
     tzset();
     limits.now = 1700000000; // 2023-11-14 22:13:20 UTC
-    EXPECT_EQ(render_template("{{ strftime_now('%Y-%m-%d %d %b %H:%M %A %B') }}", {}, false, "", "", limits).text,
+    EXPECT_EQ(template_render("{{ strftime_now('%Y-%m-%d %d %b %H:%M %A %B') }}", {}, false, limits).text,
               "2023-11-14 14 Nov 22:13 Tuesday November");
     EXPECT_EQ(template_text("{{ strftime_now('%Y') | length }}{{ strftime_now is defined }}"), "4True");
 }
@@ -226,7 +244,7 @@ TEST(Template, ContentAsParts) {
 
 // What a template refuses in one form of the contents, it does not accept in the other.
 TEST(Template, RefusalsAreFinal) {
-    const vector<chat_message> secret = {{"user", "a secret"}};
+    const template_messages secret = {{"user", "a secret"}};
     const string refuse = "{{ raise_exception('no') }}";
     const string content = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% "
                            "endfor %}";
@@ -256,7 +274,7 @@ TEST(Template, RefusalsAreFinal) {
 
 // Characters of text that is no valid UTF-8 are those that the tokenizer sees, and none gets lost.
 TEST(Template, InvalidUtf8) {
-    const vector<chat_message> bytes = {{"user", "a\xe4\xb8\xff\x80\xf0\x9f\xa6z"}};
+    const template_messages bytes = {{"user", "a\xe4\xb8\xff\x80\xf0\x9f\xa6z"}};
     EXPECT_EQ(template_text("{{ messages[0].content | length }}", bytes), "6");
     EXPECT_EQ(template_text("{{ messages[0].content | list | join }}", bytes), bytes[0].content);
     EXPECT_EQ(template_text("{{ messages[0].content[::-1] }}", bytes), "z\xf0\x9f\xa6\x80\xff\xe4\xb8"
@@ -361,12 +379,12 @@ TEST(Template, UnsupportedIsAnError) {
 
 // What real conversations need stays within the limits.
 TEST(Template, LongConversations) {
-    vector<chat_message> talk;
+    template_messages talk;
     for (int i = 0; i < 2000; i++)
         talk.push_back({i % 2 ? "assistant" : "user", template_repeat("word ", i % 100)});
     talk.push_back({"user", template_repeat("0123456789abcdef", 1 << 17)}); // 2 MiB
     string source = test::read_file(test::root_path("tests/data/template_inst.jinja"));
-    chat_text t = render_template(source, talk, true, "<s>", "</s>");
+    chat_text t = template_render(source, talk, true);
     EXPECT_GT(t.text.size(), size_t(2) << 20);
     EXPECT_EQ(t.text.substr(t.text.size() - 7), " [/ASK]");
 }

@@ -9,7 +9,7 @@
 // Scale of the weights: n_in inputs of about unit size give outputs of about unit size (standard deviation 1 /
 // sqrt(n_in)), the two matrices of a layer that add to the residual stream are smaller by sqrt(2 n_layer), logits have
 // a deviation of about 3, norm weights are 1 ± 0.1, biases 0 ± 0.1. So activations stay near 1 over any number of
-// layers.
+// layers; with norms after the branches each branch adds about unit size instead.
 //
 // Formats: F32, F16, BF16, and Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 come from random floats. The others (K-quants, IQ4_NL,
 // IQ4_XS, MXFP4) are not quantized from anything: their quant bits are drawn directly, with block scales that give mean
@@ -283,7 +283,8 @@ struct options {
     string arch = "llama", type = "Q8_0", name = "synthetic";
     int layers = 2, embd = 64, heads = 4, kv_heads = 2, head_dim = 0, ffn = 160, vocab = 320, ctx = 2048;
     int seed = 1;
-    bool tied = false, bias = false, qk_norm = false, pure = false, rope_factors = false;
+    int window = 0, window_pattern = -1; // gemma3 only; a negative pattern is not written
+    bool tied = false, bias = false, qk_norm = false, post_norm = false, pure = false, rope_factors = false;
     double rope_base = 10000, norm_eps = 1e-5;
     string rope_scaling; // "linear", "yarn"
     double rope_factor = 1;
@@ -352,6 +353,10 @@ vector<tensor> list_tensors(const options &o) {
         if (o.qk_norm) {
             vec(blk + "attn_q_norm.weight", o.head_dim, 1);
             vec(blk + "attn_k_norm.weight", o.head_dim, 1);
+        }
+        if (o.post_norm) {
+            vec(blk + "post_attention_norm.weight", o.embd, 1);
+            vec(blk + "post_ffw_norm.weight", o.embd, 1);
         }
         vec(blk + "ffn_norm.weight", o.embd, 1);
         matrix(blk, "ffn_gate", i, o.embd, o.ffn, 1);
@@ -430,6 +435,10 @@ void add_metadata(gguf_writer &w, const options &o) {
     w.add_f32(a + "rope.freq_base", float(o.rope_base));
     w.add_u32(a + "rope.dimension_count", o.head_dim);
     w.add_u32(a + "vocab_size", o.vocab);
+    if (o.window > 0)
+        w.add_u32(a + "attention.sliding_window", uint32_t(o.window));
+    if (o.window_pattern >= 0)
+        w.add_u32(a + "attention.sliding_window_pattern", uint32_t(o.window_pattern));
     if (!o.rope_scaling.empty()) {
         w.add_string(a + "rope.scaling.type", o.rope_scaling);
         w.add_f32(a + "rope.scaling.factor", float(o.rope_factor));
@@ -475,23 +484,28 @@ void write_tensor(gguf_writer &w, const options &o, const tensor &t) {
 
 const char USAGE[] =
     "usage: make_model OUT.gguf [options]\n"
-    "  --preset NAME      llama-1.1b, qwen3-0.6b, or tiny (the default); the other options change it\n"
-    "  --arch NAME        llama, qwen2 (biases) or qwen3 (QK-norm)\n"
+    "  --preset NAME      llama-1.1b, qwen3-0.6b, gemma3-1b, gemma3-tiny, or tiny (the default); the other options\n"
+    "                     change it\n"
+    "  --arch NAME        llama, qwen2 (biases), qwen3 (QK-norm) or gemma3 (QK-norm, norms after the branches, tied,\n"
+    "                     window layers)\n"
     "  --type NAME        F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4, or the\n"
     "                     mixes Q4_K_M and Q5_K_M\n"
     "  --pure             that format for the output matrix too, which otherwise gets Q6_K\n"
     "  --layers --embd --heads --kv-heads --head-dim --ffn --vocab --ctx N\n"
     "  --tied             no output matrix: the embedding serves\n"
     "  --bias, --qk-norm  add these tensors whatever the architecture\n"
+    "  --window N         tokens that window layers see; --window-pattern N: every Nth layer sees all, 0: none does\n"
     "  --rope-base X      --rope-scaling linear|yarn with --rope-factor X and --rope-orig-ctx N; --rope-factors adds\n"
     "                     a table of Llama 3's kind\n"
     "  --norm-eps X       --seed N   --name TEXT\n";
 
 void set_arch(options &o, const string &arch) {
-    if (arch != "llama" && arch != "qwen2" && arch != "qwen3")
+    if (arch != "llama" && arch != "qwen2" && arch != "qwen3" && arch != "gemma3")
         die("unknown --arch " + arch);
     o.arch = arch;
-    o.bias = arch == "qwen2", o.qk_norm = arch == "qwen3";
+    o.bias = arch == "qwen2", o.qk_norm = arch == "qwen3" || arch == "gemma3";
+    if (arch == "gemma3")
+        o.post_norm = o.tied = true, o.rope_base = 1e6, o.norm_eps = 1e-6, o.window = 32;
 }
 
 void set_preset(options &o, const string &name) {
@@ -503,6 +517,13 @@ void set_preset(options &o, const string &name) {
         set_arch(o, "qwen3");
         o.layers = 28, o.embd = 1024, o.heads = 16, o.kv_heads = 8, o.head_dim = 128, o.ffn = 3072, o.vocab = 151936;
         o.ctx = 40960, o.tied = true, o.rope_base = 1e6, o.norm_eps = 1e-6;
+    } else if (name == "gemma3-tiny") { // every sixth layer sees all: one of these
+        set_arch(o, "gemma3");
+        o.layers = 7, o.embd = 96, o.head_dim = 32, o.ffn = 200, o.type = "F32";
+    } else if (name == "gemma3-1b") {
+        set_arch(o, "gemma3");
+        o.layers = 26, o.embd = 1152, o.heads = 4, o.kv_heads = 1, o.head_dim = 256, o.ffn = 6912, o.vocab = 262144;
+        o.ctx = 32768, o.window = 512;
     } else if (name != "tiny")
         die("unknown --preset " + name);
 }
@@ -526,7 +547,8 @@ options parse(int argc, char **argv, string &out) {
                     {"--heads", &o.heads},       {"--kv-heads", &o.kv_heads},
                     {"--head-dim", &o.head_dim}, {"--ffn", &o.ffn},
                     {"--vocab", &o.vocab},       {"--ctx", &o.ctx},
-                    {"--seed", &o.seed},         {"--rope-orig-ctx", &o.rope_orig_ctx}};
+                    {"--seed", &o.seed},         {"--rope-orig-ctx", &o.rope_orig_ctx},
+                    {"--window", &o.window},     {"--window-pattern", &o.window_pattern}};
         struct {
             const char *name;
             double *value;

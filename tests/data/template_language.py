@@ -141,7 +141,13 @@ MULTI = [
     "{% set a = {\n  'k': [1,\n 2]\n} %}{{ a.k[1] }}", "{% if 1 %}{% if 0 %}\na{% else %}\n  b{% endif %}\n\n{% endif %}c", "", "\n", "\n\n", "no tags { at } all {", "{{'}}'}}{{ '%}' }}{{ \"#}\" }}",
     "  {{ 1 }}  \n  {%- set x = 2 %}  {{ x }}", "{% set x = 1 -%}\n   {% set y = 2 %}\n   z", "a{#-#}b", "{##}a", "é{% if 1 %}\n🦙{% endif %}",
 ]
-MESSAGES = [("user", "Hi \u00e9"), ("assistant", " ok "), ("user", "bye")]
+MESSAGES = [{"role": "user", "content": "Hi \u00e9"}, {"role": "assistant", "content": " ok "}, {"role": "user", "content": "bye"}]
+NUMBERS = [0.5, -0.1, 1.0, 0.0, 100.0, 1e15, 1e16, 123456789012345680.0, 0.0001, 0.00001, 1.5e-7, 5e-324, 1.7976931348623157e308, 0.1 + 0.2, 2.5, 3]
+WITH_NUMBERS = [
+    "{{ numbers }}", "{{ numbers | tojson }}", "{% for n in numbers %}{{ n }} {{ n | int if n < 1000 else 0 }};{% endfor %}",
+    "{% for n in numbers %}{{ n is number }}{{ n is float }}{{ n is integer }}{{ n is string }}{{ 1 if n else 0 }}{{ n == 1 }}{{ n == 3 }}{{ n > 0 }}{{ n <= 2 }} {% endfor %}",
+    "{{ numbers | sort }}", "{{ 3 in numbers }}", "{{ numbers[0] ~ '|' ~ numbers[2] }}", "{{ ratio }}{{ {'a': ratio} }}{{ 'x' if ratio is defined }}",
+]
 
 
 def main():
@@ -154,15 +160,15 @@ def main():
         raw = text.encode()
         out.extend(b"%s %d\n%s\n" % (key.encode(), len(raw), raw))
 
-    for source in SNIPPETS + MULTI:
+    for source in SNIPPETS + MULTI + WITH_NUMBERS:
         put("template", source)
         put("name", "language")
-        for role, content in MESSAGES:
-            put("role", role)
-            put("content", content)
+        put("messages", json.dumps(MESSAGES, ensure_ascii=False))
+        args = {"numbers": NUMBERS, "ratio": 0.25} if source in WITH_NUMBERS else {}
+        for name, value in args.items():
+            put("arg", name + "=" + json.dumps(value))
         try:
-            messages = [{"role": r, "content": c} for r, c in MESSAGES]
-            put("text", env.from_string(source).render(messages=messages))
+            put("text", env.from_string(source).render(messages=MESSAGES, **args))
         except Exception as e:
             put("error", type(e).__name__ + ": " + str(e))
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "template_language.txt"), "wb") as f:
