@@ -1047,8 +1047,13 @@ struct opened {
         chat_opt.args = args.data();
         chat_opt.n_args = args.size();
         return fill<vector<int32_t>>(guess, 0, [&](int32_t *out, size_t cap) {
-            return engine_render_chat(model, json ? nullptr : messages.data(), messages.size(), &chat_opt, out, cap,
-                                      &err);
+            const int n =
+                engine_render_chat(model, json ? nullptr : messages.data(), messages.size(), &chat_opt, out, cap, &err);
+            const char *field = "messages_json"; // what the user knows as a file
+            if (n < 0 && json && strncmp(err.msg, field, strlen(field)) == 0)
+                fail(EXIT_ERROR, "%s%s", strcmp(opt.messages, "-") == 0 ? "standard input" : opt.messages,
+                     err.msg + strlen(field));
+            return n;
         });
     }
     vector<int32_t> timeline() {
@@ -1310,10 +1315,9 @@ struct answer {
     void switch_to(bool to_reasoning) {
         if (!first_text)
             first_text = now_seconds();
+        const char *mark = to_reasoning ? "<think>\n" : "\n</think>\n";
         if (stream && in_reasoning != to_reasoning)
-            show_reasoning(to_reasoning ? "<think>" : "</think>", to_reasoning ? 7 : 8);
-        if (stream && in_reasoning && !to_reasoning && strcmp(opt.answer.reasoning, "stderr") == 0)
-            show_reasoning("\n", 1); // the answer begins a line
+            show_reasoning(mark, strlen(mark));
         in_reasoning = to_reasoning;
     }
     static int on_text(void *user, const char *s, size_t len) {
@@ -1385,6 +1389,8 @@ void print_statistics(opened &m, const answer &a) {
     if (done > s.reused_tokens && s.prefill_seconds > 0)
         line += strf(", prefill %.1f tok/s", double(done - s.reused_tokens) / s.prefill_seconds);
     line += strf(" | answer %d tokens (%s)", a.result.n_tokens, a.finish_reason());
+    if (a.result.n_reasoning)
+        line += strf(", %d of them reasoning", a.result.n_reasoning);
     if (s.decode_tokens)
         line += strf(", ITL p50 %.2f p99 %.2f ms, decode %.1f tok/s, %.2f GB/s", s.itl_p50 * 1e3, s.itl_p99 * 1e3,
                      per_second(double(s.decode_tokens), s.decode_seconds),

@@ -243,6 +243,18 @@ TEST(Cli, StopsReadingOnASignal) {
     EXPECT_EQ(child.status(5), 130);
 }
 
+TEST(Cli, LeavesAnIgnoredSignalIgnored) {
+    cli_place place;
+    place.ignore_interrupt = true;
+    cli_child child({"run", cli_model(), "-q", "-p", "Tell me a story", "--ignore-eos", "-n", "60"}, place);
+    child.close_input();
+    char c;
+    ASSERT_EQ(read(child.out, &c, 1), 1);
+    kill(child.pid, SIGINT);
+    child.rest();
+    EXPECT_EQ(child.status(10), 0);
+}
+
 // ---- options ----
 
 TEST(Cli, RefusesWrongUsage) {
@@ -291,6 +303,27 @@ TEST(Cli, RefusesWrongUsage) {
         {{"tokenize", m, "--decode", "--no-bos"}, "--no-bos"},
         {{"tokenize", m, "-p", "x", "-f", "y"}, "give one"},
         {{"perplexity", m, "-c", "1"}, "from 2"},
+        {{"run", m, "--repeat-last-n", "0"}, "'0' is not a whole number from 1 to 2147483647, or -1 for all"},
+        {{"run", m, "--dry-last-n", "-2"}, "or -1 for all"},
+        {{"run", m, "--repeat-penalty", "101"}, "from 0 to 100"},
+        {{"run", m, "--presence-penalty", "-101"}, "from -100 to 100"},
+        {{"run", m, "--xtc-threshold", "0.6"}, "to 0.5"},
+        {{"run", m, "--dry-base", "0"}, "from 1 to 100"},
+        {{"run", m, "--typical", "0"}, "from 1e-06 to 1"},
+        {{"run", m, "--logit-bias", "5"}, "ID+X, ID-X or ID=X"},
+        {{"run", m, "--logit-bias", "x+1"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5+inf"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5=nan"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5+-1"}, "ID+X"},
+        {{"run", m, "--think", "maybe"}, "'maybe' is not one of on|off"},
+        {{"run", m, "--reasoning", ""}, "one of stderr|tagged|hide"},
+        {{"run", m, "--template-arg", "x", "-p", "y"}, "'x' is not NAME=VALUE"},
+        {{"run", m, "--messages", "x", "-p", "y"}, "cannot be used with -p"},
+        {{"chat", m, "--messages", "x"}, "--messages is no option of 'chat'"},
+        {{"info", m, "--session", "x"}, "--session is no option of 'info'"},
+        {{"plan", m, "--temp", "1"}, "--temp is no option of 'plan'"},
+        {{"plan", m, "-p", "0"}, "from 1"},
+        {{"run", m, "--dry-sequence-breaker", "x"}, "Did you mean --dry-breaker?"},
         {{"bench", m, "-p", "0", "-n", "0"}, "nothing to measure"},
         {{"bench", m, "--depth", "1,,2"}, "commas between"},
     };
@@ -339,7 +372,7 @@ TEST(Cli, HelpsOnStdout) {
 }
 
 TEST(Cli, NamesAMissingModel) {
-    for (const char *command : {"run", "chat", "tokenize", "info", "perplexity", "bench"}) {
+    for (const char *command : {"run", "chat", "tokenize", "info", "perplexity", "bench", "plan"}) {
         const command_result r = cli_run(command, {}, "text", "/nowhere/x.gguf");
         EXPECT_EQ(r.code, 1) << command;
         EXPECT_EQ(r.out, "") << command;
@@ -370,6 +403,190 @@ TEST(Cli, RepeatsAnAnswerFromItsSeed) {
     EXPECT_EQ(cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "5", "--top-k", "1"}).out,
               cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "0"}).out)
         << "one candidate is the greedy one";
+}
+
+TEST(Cli, TakesEverySamplingOption) {
+    const auto ids = [](std::vector<std::string> args) {
+        args.insert(args.end(), {"-p", "Tell me a story", "-n", "12", "--json", "-q"});
+        const command_result r = cli_run("run", args);
+        EXPECT_EQ(r.code, 0) << r.err;
+        return cli_numbers(r.out, "ids");
+    };
+    const std::vector<double> greedy = ids({"--temp", "0"});
+    ASSERT_EQ(greedy.size(), 12u);
+    const std::string first = std::to_string(int(greedy[0])), second = std::to_string(int(greedy[1]));
+    EXPECT_NE(ids({"--temp", "0", "--logit-bias", first + "=-inf"})[0], greedy[0]);
+    EXPECT_NE(ids({"--temp", "0", "--logit-bias", first + "-100"})[0], greedy[0]);
+    EXPECT_EQ(ids({"--temp", "0", "--logit-bias", second + "+100", "--ignore-eos"}),
+              std::vector<double>(12, greedy[1]));
+    EXPECT_EQ(ids({"--temp", "0", "--logit-bias", second + "=100", "--logit-bias", second + "-100"})[0], greedy[0])
+        << "several biases add up";
+    const command_result none = cli_run("run", {"-p", "x", "--logit-bias", "2048=1"});
+    EXPECT_EQ(none.code, 1);
+    EXPECT_TRUE(cli_has(none.err, "there is no token 2048")) << none.err;
+    // Without a repetition, and with one that is forbidden.
+    const std::vector<std::string> loop = {"--temp", "0", "--ignore-eos", "--logit-bias", second + "+30"};
+    const auto with = [&](std::vector<std::string> more) {
+        more.insert(more.end(), loop.begin(), loop.end());
+        return ids(more);
+    };
+    const std::vector<double> repeated = with({});
+    EXPECT_EQ(repeated, std::vector<double>(12, greedy[1]));
+    EXPECT_NE(with({"--presence-penalty", "60"}), repeated);
+    EXPECT_NE(with({"--frequency-penalty", "60"}), repeated);
+    EXPECT_NE(with({"--repeat-penalty", "100"}), repeated);
+    EXPECT_NE(with({"--frequency-penalty", "10", "--repeat-last-n", "-1"}),
+              with({"--frequency-penalty", "10", "--repeat-last-n", "1"}));
+    const std::vector<std::string> dry = {"--dry-multiplier", "50", "--dry-base", "2", "--dry-allowed-length", "2"};
+    EXPECT_NE(with(dry), repeated);
+    std::vector<std::string> broken = dry;
+    std::string piece = cli_run("tokenize", {"--decode"}, second).out;
+    broken.insert(broken.end(), {"--dry-breaker", piece, "--dry-last-n", "-1"});
+    EXPECT_EQ(with(broken), repeated) << "no repetition reaches beyond " << piece;
+    const std::vector<std::string> draw = {"--temp", "1",       "--seed", "3",       "--top-k",
+                                           "0",      "--min-p", "0",      "--top-p", "1"};
+    const auto drawn = [&](std::vector<std::string> more) {
+        more.insert(more.end(), draw.begin(), draw.end());
+        return ids(more);
+    };
+    EXPECT_NE(drawn({"--xtc-probability", "1", "--xtc-threshold", "0.01"}), drawn({}));
+    EXPECT_EQ(drawn({"--typical", "1"}), drawn({}));
+    EXPECT_NE(drawn({"--typical", "0.01"}), drawn({}));
+}
+
+TEST(Cli, TakesDefaultsFromTheModel) {
+    test::temp_dir dir;
+    const std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "a", "b"};
+    cli_write_chain(dir / "m.gguf", tokens, {2, 2, 2, 4, 2},
+                    [](gguf_writer &w) { w.add_f32("general.sampling.temp", 0); });
+    EXPECT_FALSE(cli_has(cli_run("run", {"-p", "a"}, "", dir / "m.gguf").err, "seed"));
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "a", "--temp", "1"}, "", dir / "m.gguf").err, "seed"));
+    cli_chat chat({}, cli_terminal(), dir / "m.gguf");
+    EXPECT_TRUE(cli_has(chat.greeting, "as the model's file asks") && cli_has(chat.greeting, "temp 0,"))
+        << chat.greeting;
+    EXPECT_EQ(chat.leave(), 0);
+}
+
+// ---- templates and conversations ----
+
+std::vector<double> cli_prompt(std::vector<std::string> args, const std::string &input = "",
+                               const std::string &model = cli_model()) {
+    args.insert(args.end(), {"--logits", "-q"});
+    const command_result r = cli_run("run", args, input, model);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return cli_numbers(r.out, "prompt_ids");
+}
+
+TEST(Cli, TakesAnotherTemplate) {
+    test::temp_dir dir;
+    test::write_file(dir / "t",
+                     "{{ messages[0].content }}{% if x is defined %} x{{ x + x }}{% endif %}"
+                     "{% if enable_thinking is defined %}{{ ' yes' if enable_thinking else ' no' }}{% endif %}");
+    const std::string t = dir / "t";
+    const auto raw = [](const std::string &text) { return cli_prompt({"--raw", "-p", text}); };
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t}), raw("one"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", "x=2"}), raw("one x4"));
+    for (const char *x : {"x=a=b", "x=\"a=b\"", "x=  \"a\\u003db\""}) // JSON, or else the text itself
+        EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", x}), raw("one xa=ba=b")) << x;
+    for (const char *x : {"x=02", "x=2.", "x=tru", "x=[", "x=\"", "x=1 2"}) {
+        const std::string value = x + 2;
+        EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", x}), raw("one x" + value + value)) << x;
+    }
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--think", "on"}), raw("one yes"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--think", "off"}), raw("one no"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", "enable_thinking=true"}), raw("one yes"));
+    // No option is dropped without a word.
+    const auto says = [](const std::vector<std::string> &args) {
+        std::vector<std::string> all = args;
+        all.insert(all.end(), {"-p", "x", "-n", "1"});
+        return cli_run("run", all).err;
+    };
+    EXPECT_TRUE(cli_has(says({"--think", "on"}), "does not mention enable_thinking"));
+    EXPECT_TRUE(cli_has(says({"--template-arg", "y=1"}), "does not mention y"));
+    EXPECT_TRUE(cli_has(says({"--raw", "--think", "on"}), "no chat template is used"));
+    EXPECT_EQ(cli_run("run", {"-p", "x", "--template", dir / "none"}).code, 1);
+    test::write_file(dir / "bad", "{{ messages[0].content | nonsense }}");
+    const command_result bad = cli_run("run", {"-p", "x", "--template", dir / "bad"});
+    EXPECT_EQ(bad.code, 1);
+    EXPECT_TRUE(cli_has(bad.err, "nonsense")) << bad.err;
+    test::write_file(dir / "refuses", "{{ raise_exception('no such luck') }}");
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "refuses"}).err, "no such luck"));
+    test::write_file(dir / "nul", std::string("{{ 1 }}\0x", 9));
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "nul"}).err, "NUL"));
+    // A model that has none of its own talks with the one that is given.
+    cli_write_chain(dir / "m.gguf", {"<unk>", "<s>", "</s>", "a", "b", "c"}, {2, 2, 2, 4, 5, 2});
+    test::write_file(dir / "b", "{{ messages[0].content }}b");
+    const command_result given =
+        cli_run("run", {"-p", "a", "--template", dir / "b", "--temp", "0"}, "", dir / "m.gguf");
+    EXPECT_EQ(given.out, "c\n") << given.err;
+    EXPECT_FALSE(cli_has(given.err, "no chat template")) << given.err;
+}
+
+TEST(Cli, TakesAConversation) {
+    test::temp_dir dir;
+    const std::string file = dir / "talk";
+    test::write_file(
+        file, "[{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\",\"content\":\"H\\u00e9llo\"}]\n");
+    const std::vector<double> ids = cli_prompt({"-s", "Be brief.", "-p", "H\xc3\xa9llo"});
+    EXPECT_EQ(cli_prompt({"--messages", file}), ids);
+    EXPECT_EQ(cli_prompt({"--messages", "-"}, test::read_file(file)), ids);
+    const struct {
+        std::string text;
+        const char *says;
+    } cases[] = {{"", "talk: line 1"},
+                 {"{}", "array"},
+                 {"[1]", "object"},
+                 {"[{\"role\":\"user\"}", ""},
+                 {std::string("[\0]", 3), "NUL"}};
+    for (const auto &c : cases) {
+        test::write_file(file, c.text);
+        const command_result r = cli_run("run", {"--messages", file});
+        EXPECT_EQ(r.code, 1) << c.text;
+        EXPECT_EQ(r.out, "");
+        EXPECT_TRUE(cli_has(r.err, c.says)) << r.err;
+    }
+    // Beside a session that has a conversation of its own it would be unclear which one counts.
+    test::write_file(file, "[{\"role\":\"user\",\"content\":\"Hello\"}]");
+    EXPECT_EQ(cli_run("run", {"--messages", file, "-n", "1", "--session", dir / "cache"}).code, 0);
+    const command_result again = cli_run("run", {"--messages", file, "-n", "1", "--session", dir / "cache"});
+    EXPECT_TRUE(again.code == 0 && !cli_has(again.err, "(0 reused)")) << again.err;
+    ASSERT_EQ(cli_run("run", {"-p", "Hi", "-n", "1", "--session", dir / "talked"}).code, 0);
+    const command_result both = cli_run("run", {"--messages", file, "--session", dir / "talked"});
+    EXPECT_EQ(both.code, 1);
+    EXPECT_TRUE(cli_has(both.err, "holds a conversation of 2 messages")) << both.err;
+}
+
+TEST(Cli, KeepsReasoningApart) {
+    test::temp_dir dir;
+    const std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "a", "<think>", "b", "</think>", "c"};
+    cli_write_chain(dir / "m.gguf", tokens, {2, 2, 2, 4, 5, 6, 7, 2},
+                    [](gguf_writer &w) { w.add_string("tokenizer.chat_template", "{{ messages[-1].content }}"); });
+    const auto run = [&](std::vector<std::string> more) {
+        more.insert(more.end(), {"-p", "a", "--temp", "0"});
+        return cli_run("run", more, "", dir / "m.gguf");
+    };
+    command_result r = run({});
+    EXPECT_EQ(r.out, "c\n") << r.err;
+    EXPECT_TRUE(cli_has(r.err, "<think>\nb\n</think>\n")) << r.err;
+    EXPECT_TRUE(cli_has(r.err, "of them reasoning")) << r.err;
+    r = run({"-q"});
+    EXPECT_EQ(r.out + r.err, "c\n");
+    r = run({"--reasoning", "tagged", "-q"});
+    EXPECT_EQ(r.out, "<think>\nb\n</think>\nc\n") << r.err;
+    r = run({"--reasoning", "hide"});
+    EXPECT_EQ(r.out, "c\n");
+    EXPECT_FALSE(cli_has(r.err, "<think>")) << r.err;
+    r = run({"--reasoning", "tagged", "-q", "-n", "2"});
+    EXPECT_EQ(r.out, "<think>\nb\n</think>\n\n") << "the mark is closed where the answer ends before it begins";
+    r = run({"--json", "-q"});
+    EXPECT_TRUE(cli_is_json(r.out) && cli_has(r.out, "{\"text\":\"c\",\"reasoning\":\"b\",")) << r.out;
+    EXPECT_EQ(run({"--raw", "-q"}).out, "<think>b</think>c\n") << "raw is raw";
+    cli_chat chat({"--temp", "0"}, cli_terminal(), dir / "m.gguf");
+    EXPECT_TRUE(cli_has(chat.say("a"), "<think>\r\nb\r\n</think>\r\nc\r\n"));
+    EXPECT_TRUE(cli_has(chat.exported(), "\"assistant\",\"content\":\"c\"")) << "it is no part of the conversation";
+    chat.say("/set reasoning hide");
+    EXPECT_FALSE(cli_has(chat.say("/regen"), "<think>"));
+    EXPECT_EQ(chat.leave(), 0);
 }
 
 TEST(Cli, StopsBeforeAStopString) {
@@ -488,6 +705,70 @@ TEST(Cli, PrintsAModelsFacts) {
     EXPECT_TRUE(cli_is_json(meta.out)) << meta.out;
     EXPECT_TRUE(cli_has(meta.out, "\"general.architecture\":\"qwen3\"")) << meta.out;
     EXPECT_TRUE(cli_has(cli_run("info", {"--meta"}).out, "qwen3.block_count = 4"));
+    // Keys and values that look like each other.
+    test::temp_dir dir;
+    cli_write_chain(dir / "m.gguf", {"<unk>", "<s>", "</s>"}, {2, 2, 2}, [](gguf_writer &w) {
+        w.add_string("k", "one\nk = two\ngeneral.architecture = x");
+        w.add_string("k = k", "v = w");
+        w.add_string("k = k = v", "w");
+        w.add_string("l = m", "");
+        for (int i = 0; i < 20000; i++)
+            w.add_u32("many." + std::to_string(i), uint32_t(i));
+    });
+    const command_result odd = cli_run("info", {"--json", "--meta"}, "", dir / "m.gguf");
+    EXPECT_TRUE(cli_is_json(odd.out)) << odd.out.substr(0, 2000);
+    for (const char *part :
+         {"\"k\":\"one\\nk = two\\ngeneral.architecture = x\"", "\"k = k\":\"v = w\"", "\"k = k = v\":\"w\"",
+          "\"l = m\":\"\"", "\"general.architecture\":\"llama\"", "\"many.19999\":\"19999\""})
+        EXPECT_TRUE(cli_has(odd.out, part)) << part;
+}
+
+TEST(Cli, PlansMemoryAndSpeed) {
+    const auto value = [](const std::string &json, const std::string &key) {
+        const size_t at = json.find("\"" + key + "\":");
+        EXPECT_NE(at, std::string::npos) << key << " in " << json;
+        return at == std::string::npos ? 0 : atof(json.c_str() + at + key.size() + 3);
+    };
+    const command_result plan = cli_run("plan", {"--json", "-c", "8192", "-p", "100", "-n", "7"});
+    EXPECT_EQ(plan.code, 0) << plan.err;
+    EXPECT_TRUE(cli_is_json(plan.out)) << plan.out;
+    double sum = 0;
+    for (const char *part :
+         {"weight_bytes", "widened_bytes", "cache_bytes", "work_bytes", "scratch_bytes", "session_bytes"})
+        sum += value(plan.out, part);
+    EXPECT_EQ(value(plan.out, "needed_bytes"), sum);
+    EXPECT_EQ(value(plan.out, "n_ctx"), 8192);
+    EXPECT_EQ(value(plan.out, "cache_bytes"), 64 * value(plan.out, "page_bytes"));
+    EXPECT_EQ(value(plan.out, "weight_bytes"), value(cli_run("info", {"--json"}).out, "weight_bytes"));
+    // One row per doubling of the context, each with more cache and a lower bound of speed.
+    double rows = 0, cache = 0, rate = HUGE_VAL;
+    for (size_t at = plan.out.find("\"contexts\""); (at = plan.out.find("{\"n_ctx\"", at)) != std::string::npos; at++) {
+        const std::string row = plan.out.substr(at, plan.out.find('}', at) - at);
+        EXPECT_EQ(value(row, "n_ctx"), 2048 << int(rows++)) << row;
+        EXPECT_GT(value(row, "cache_bytes"), cache) << row;
+        EXPECT_LT(value(row, "decode_tok_s"), rate) << row;
+        cache = value(row, "cache_bytes"), rate = value(row, "decode_tok_s");
+    }
+    EXPECT_EQ(rows, 3);
+    const double bandwidth = value(plan.out, "bandwidth_gb_s") * 1e9;
+    EXPECT_NEAR(rate, bandwidth / (value(plan.out, "decode_bytes") + value(plan.out, "decode_kv_bytes")), rate * 1e-6);
+    EXPECT_GT(value(plan.out, "int8_macs_s"), 0);
+    EXPECT_EQ(value(plan.out, "prompt_tokens"), 100);
+    EXPECT_EQ(value(plan.out, "answer_tokens"), 7);
+    EXPECT_NEAR(value(plan.out, "prefill_tok_s") * value(plan.out, "prefill_s"), 100, 1e-3);
+    EXPECT_TRUE(cli_has(plan.out, value(plan.out, "prefill_s") > value(plan.out, "decode_s")
+                                      ? "\"bottleneck\":\"prefill\""
+                                      : "\"bottleneck\":\"decode\""));
+    const command_result text = cli_run("plan", {"--kv", "q8_0"});
+    EXPECT_EQ(text.code, 0) << text.err;
+    for (const char *part : {"q8_0", "per token", "scratch", "largest context", "2048 ", "GB/s", "512 tokens",
+                             "an answer of 256", "will be the bottleneck"})
+        EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+    const command_result wrong = cli_run("plan", {"--kv", "q9"});
+    EXPECT_EQ(wrong.code, 1);
+    EXPECT_TRUE(cli_has(wrong.err, "q9")) << wrong.err;
+    EXPECT_EQ(cli_run("run", {"-p", "x", "--kv", "q9"}).code, 1);
+    EXPECT_EQ(cli_run("run", {"-p", "x", "-n", "4", "--kv", "q8_0"}).code, 0);
 }
 
 // The mean over a window is the mean of what single prompts give.
@@ -565,12 +846,23 @@ TEST(Cli, MeasuresSpeed) {
         EXPECT_NEAR(value(row, "bandwidth_share"), speed / bandwidth, 1e-6 * speed / bandwidth) << row;
     }
     EXPECT_EQ(rows, 4);
+    // The verdicts say the same as the rows.
+    const size_t second = json.out.find("{\"depth\":5,\"ttft_s\"");
+    ASSERT_NE(second, std::string::npos) << json.out;
+    const std::string verdict = json.out.substr(second);
+    EXPECT_GT(value(verdict, "ttft_s"), 0);
+    EXPECT_GE(value(verdict, "itl_p99_s"), value(verdict, "itl_p50_s"));
+    EXPECT_GT(value(verdict, "int8_share"), 0);
+    EXPECT_GT(value(verdict, "bandwidth_share"), 0);
+    EXPECT_TRUE(cli_has(verdict, "\"bound\":\"decode\"") || cli_has(verdict, "\"bound\":\"prefill\"")) << verdict;
+    EXPECT_TRUE(cli_has(verdict, "4 prompt tokens take") && cli_has(verdict, "3 answer tokens")) << verdict;
     std::istringstream lines(text.out);
     for (std::string line; std::getline(lines, line);)
         EXPECT_LE(line.size(), 100u) << line;
     EXPECT_FALSE(cli_has(cli_run("bench", {"-p", "4", "-n", "0", "-r", "1"}).out, "GB/s  of"))
         << "columns that only decode rows fill";
-    for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode"})
+    for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode", "TTFT", "ITL p50",
+                             "int8 peak", "-bound: 4 prompt tokens take"})
         EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
 }
 
