@@ -1548,14 +1548,23 @@ struct json_reader {
             }
         expected("a value");
     }
-    // Sorting, not hashing: no choice of names makes it slow.
+    // Sorting, not hashing: no choice of names makes it slow. Most keys differ in their first bytes.
     void check_keys(const json_value &object) const {
-        vector<uint32_t> keys;
+        struct key_start {
+            uint64_t bytes;
+            uint32_t at;
+        };
+        const auto text = [this](const key_start &k) { return doc.values[k.at].text(); };
+        vector<key_start> keys;
         keys.reserve(object.n);
-        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next())
-            keys.push_back(uint32_t(key - doc.values.data()));
-        const auto text = [&](uint32_t k) { return doc.values[k].text(); };
-        std::sort(keys.begin(), keys.end(), [&](uint32_t a, uint32_t b) { return text(a) < text(b); });
+        for (const json_value *key = object.begin(); key != object.end(); key = key[1].next()) {
+            uint64_t bytes = 0;
+            memcpy(&bytes, key->chars, std::min<size_t>(key->n, 8));
+            keys.push_back({bytes, uint32_t(key - doc.values.data())});
+        }
+        std::sort(keys.begin(), keys.end(), [&](const key_start &a, const key_start &b) {
+            return a.bytes != b.bytes ? a.bytes < b.bytes : text(a) < text(b);
+        });
         for (size_t i = 1; i < keys.size(); i++)
             if (text(keys[i]) == text(keys[i - 1]))
                 bad(at, "the object that ends here has the key '%s' twice", show(text(keys[i])).c_str());
@@ -2704,7 +2713,7 @@ static tpl_value tpl_int(int64_t i) { return {TPL_INT, i, nullptr}; }
 struct tpl_run {
     uint64_t max_steps = 0, steps = 0; // see TPL_MAX_STEPS
     uint64_t max_live = 0, live = 0;   // bytes
-    int depth = 0, line = 0;
+    int depth = 0, line = 1;
     time_t now = 0;
     bool refused = false;         // by raise_exception
     vector<tpl_value> namespaces; // all that were made: they may contain themselves, so they end together
@@ -2785,7 +2794,7 @@ static bool tpl_has_word(string_view list, string_view word) {
 // ---- text: UTF-8 characters, white space, case, search -----------------------------------------------------------
 
 static size_t tpl_char_bytes(string_view s, size_t at) {
-    return uint8_t(s[at]) < 0x80 ? 1 : size_t(next_char(s.data() + at, s.data() + s.size()).length);
+    return size_t(next_char(s.data() + at, s.data() + s.size()).length);
 }
 
 // The bytes before character n.
@@ -2795,21 +2804,12 @@ static size_t tpl_offset(string_view s, int64_t n) {
         at += tpl_char_bytes(s, at);
     return at;
 }
-static int64_t tpl_length(string_view s) {
-    int64_t n = 0;
-    for (size_t at = 0; at < s.size(); at += tpl_char_bytes(s, at))
-        n++;
-    return n;
-}
 
 // Python's str.isspace().
 static bool tpl_space(string_view c) {
-    static const string_view wide[] = {"\xc2\x85 \xc2\xa0",
-                                       "\u1680 \u2000 \u2001 \u2002 \u2003 \u2004 \u2005 \u2006 \u2007 \u2008 \u2009 "
-                                       "\u200a \u2028 \u2029 \u202f \u205f \u3000"};
-    if (c.size() == 1)
-        return (c[0] >= 9 && c[0] <= 13) || (c[0] >= 0x1c && c[0] <= 0x20);
-    return c.size() < 4 && tpl_has_word(wide[c.size() - 2], c);
+    int length;
+    const bool white = bits_at(char_table(), c.data(), c.data() + c.size(), length) & CH_SPACE;
+    return white || (c[0] >= 0x1c && c[0] <= 0x1f);
 }
 
 // Only ASCII letters have a case here, which keeps texts and marks equally long.
@@ -2988,7 +2988,10 @@ static int64_t tpl_count(tpl_run &r, const tpl_value &v) {
     if (!v.is_string())
         return int64_t(tpl_sequence(r, v).items().size());
     r.work(v.text().size() / 16);
-    return tpl_length(v.bytes());
+    int64_t n = 0;
+    for (size_t at = 0; at < v.text().size(); at += tpl_char_bytes(v.bytes(), at))
+        n++;
+    return n;
 }
 
 static bool tpl_contains(tpl_run &r, const tpl_value &v, const tpl_value &what) {
@@ -3113,10 +3116,9 @@ static tpl_value tpl_attribute(tpl_run &r, const tpl_value &v, const tpl_value &
         const vector<tpl_value> &seq = v.items()[0].items();
         const int64_t n = int64_t(seq.size()), i = v.i;
         const std::pair<const char *, tpl_value> facts[] = {
-            {"index", tpl_int(i + 1)},    {"index0", tpl_int(i)},
-            {"first", tpl_bool(i == 0)},  {"last", tpl_bool(i == n - 1)},
-            {"revindex", tpl_int(n - i)}, {"revindex0", tpl_int(n - i - 1)},
-            {"length", tpl_int(n)},       {"", tpl_none()},
+            {"index", tpl_int(i + 1)},      {"index0", tpl_int(i)},       {"first", tpl_bool(i == 0)},
+            {"last", tpl_bool(i == n - 1)}, {"revindex", tpl_int(n - i)}, {"revindex0", tpl_int(n - i - 1)},
+            {"length", tpl_int(n)},
         };
         for (const auto &fact : facts)
             if (key.bytes() == fact.first)
@@ -3776,12 +3778,14 @@ struct tpl_interpreter {
         return comma;
     }
     // What f() gives when `wanted`; else it only reads.
-    template <class F> tpl_value only(bool wanted, F &&f) {
-        const bool saved = on;
+    template <class F> auto only(bool wanted, F &&f) {
+        struct restore {
+            bool &on;
+            const bool saved;
+            ~restore() { on = saved; }
+        } back{on, on};
         on = on && wanted;
-        tpl_value v = f();
-        on = saved;
-        return v;
+        return f();
     }
 
     tpl_value primary() {
@@ -3965,16 +3969,13 @@ struct tpl_interpreter {
     }
     void run_if(const tpl_token &tag) {
         bool done = false;
-        auto branch = [&](bool yes, const char *ends) {
-            only(yes, [&] { return block(tag, ends), tpl_none(); });
-            done |= yes;
-        };
         do {
             const bool yes = tpl_truth(only(!done, [&] { return expression(); })) && !done;
-            branch(yes, "elif else endif");
+            only(yes, [&] { block(tag, "elif else endif"); });
+            done |= yes;
         } while (ended == "elif");
         if (ended == "else")
-            branch(!done, "endif");
+            only(!done, [&] { block(tag, "endif"); });
     }
     void run_for(const tpl_token &tag) {
         const vector<string_view> names = targets();
@@ -4012,9 +4013,9 @@ struct tpl_interpreter {
         const bool empty = seq.items().empty();
         at = empty ? body : at;
         if (empty)
-            only(false, [&] { return block(tag, "else endfor"), tpl_none(); });
+            only(false, [&] { block(tag, "else endfor"); });
         if (ended == "else")
-            only(empty, [&] { return block(tag, "endfor"), tpl_none(); });
+            only(empty, [&] { block(tag, "endfor"); });
     }
     void run_set(const tpl_token &tag) {
         const vector<string_view> names = targets();
@@ -4052,7 +4053,7 @@ struct tpl_interpreter {
                 if (take("="))
                     expression();
             });
-            return block(tag, "endmacro"), tpl_none();
+            block(tag, "endmacro");
         });
     }
     // A macro sees its parameters and the variables outside all loops.
@@ -4193,35 +4194,30 @@ static tpl_value tpl_from_json(tpl_run &r, const json_value &v, char mark) {
     return r.make(dict ? TPL_DICT : TPL_LIST, {}, std::move(items));
 }
 
-// fn(text) for each text of a message's content, which is a string or a list of parts.
-template <class F> static void tpl_content_texts(const json_value &message, F &&fn) {
-    const json_value *content = message.find("content");
+// fn(text) for each text in a content, which is a string or a list of parts. False when it has other parts too.
+template <class F> static bool tpl_content_texts(const json_value *content, F &&fn) {
+    bool only_texts = true;
     if (content && content->kind == JSON_STRING)
         fn(content->text());
     if (content && content->kind == JSON_ARRAY)
-        for (const json_value *part = content->begin(); part != content->end(); part = part->next())
-            if (const json_value *text = part->find("text"))
-                fn(text->text());
+        for (const json_value *part = content->begin(); part != content->end(); part = part->next()) {
+            const json_value *text = part->find("text");
+            text && text->kind == JSON_STRING ? fn(text->text()) : void(only_texts = false);
+        }
+    return only_texts;
 }
 
 enum tpl_form { TPL_AS_GIVEN, TPL_AS_PARTS, TPL_AS_STRING };
 
 static tpl_value tpl_content(tpl_run &r, const json_value &v, tpl_form form) {
-    const auto is_text = [](const json_value &part) {
-        const json_value *type = part.find("type"), *text = part.find("text");
-        return type && type->text() == "text" && text && text->kind == JSON_STRING;
-    };
     tpl_value content = tpl_from_json(r, v, TPL_CONTENT);
     if (form == TPL_AS_PARTS && v.kind == JSON_STRING)
         content = r.list({r.make(TPL_DICT, {}, {r.text("type"), r.text("text"), r.text("text"), content})});
     if (content.kind != TPL_LIST)
         return content;
     tpl_text joined;
-    bool only_text = form == TPL_AS_STRING;
-    for (const json_value *part = v.begin(); only_text && part != v.end(); part = part->next())
-        if ((only_text = is_text(*part)))
-            r.put(joined, tpl_text(string(part->find("text")->text()), TPL_CONTENT));
-    if (only_text)
+    const auto join = [&](string_view t) { r.put(joined, tpl_text(string(t), TPL_CONTENT)); };
+    if (form == TPL_AS_STRING && tpl_content_texts(&v, join))
         return r.text(std::move(joined));
     content.h->parts = true;
     for (const tpl_value &part : content.items())
@@ -4304,7 +4300,8 @@ static chat_text render_template(string_view source, const chat_input &chat, con
     auto content_beside = [&](const char *blanks) {
         bool found = false;
         for (const json_value *m = chat.messages->begin(); m != chat.messages->end(); m = m->next())
-            tpl_content_texts(*m, [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
+            tpl_content_texts(m->find("content"),
+                              [&](string_view t) { found |= t.find_first_not_of(blanks) != string::npos; });
         return found;
     };
     outcome o = render(TPL_AS_GIVEN);
@@ -7444,7 +7441,7 @@ struct engine_model {
     vector<float> rows;                         // [OUT_ROWS, n_vocab], where rows of logits are handed out
     std::mutex mutex;                           // held while the backend computes, and for what follows
     vector<std::unique_ptr<page_store>> stores; // one for each type of cache rows in use
-    int n_session = 0;
+    std::atomic<int> n_session{0};
 
     engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
         : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
@@ -7775,8 +7772,7 @@ struct candidate {
 };
 static bool better(const candidate &a, const candidate &b) { return b < a; }
 
-// A candidate where some are kept until their probabilities add up. Integers, so that the sum does not depend on the
-// order of addition, which is the C++ library's own.
+// A candidate where some are kept until their probabilities add up.
 struct share {
     double key; // low ones are kept first
     int32_t id;
@@ -7789,10 +7785,10 @@ struct sampler_room {
     vector<float> logits;   // [n_vocab] after bias, penalties and DRY
     vector<candidate> pick; // what the filters have left so far, by ascending id: every sum is taken in this order
     vector<candidate> part; // the best so far while top-k looks for them
-    vector<share> shares;
-    vector<int32_t> tally; // [n_vocab] zeros between two uses
-    vector<int32_t> seen;  // ids whose tally is not zero
-    vector<int32_t> match; // DRY: [window] see find_repeats
+    vector<share> shares;   // see keep_share
+    vector<int32_t> tally;  // [n_vocab] zeros between two uses
+    vector<int32_t> seen;   // ids whose tally is not zero
+    vector<int32_t> match;  // DRY: [window] see find_repeats
 };
 
 static bool is_share(float p) { return p > 0 && p < 1; }
@@ -7830,13 +7826,19 @@ static void reserve_room(sampler_room &room, const engine_sampling &opt, size_t 
 
 // ---- the logits ----
 
+// Loops like this one are several times as fast as std::max_element.
 static int32_t best_id(const vector<float> &logits) {
-    return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    size_t best = 0;
+    float most = logits[0];
+    for (size_t i = 1; i < logits.size(); i++)
+        if (logits[i] > most)
+            most = logits[i], best = i;
+    return int32_t(best);
 }
 
 // log(sum(exp(logits)))
 static double log_sum_exp(const vector<float> &logits) {
-    const double best = double(*std::max_element(logits.begin(), logits.end()));
+    const double best = double(logits[size_t(best_id(logits))]);
     double sum = 0;
     for (float l : logits)
         sum += exact_exp(double(l) - best);
@@ -7917,11 +7919,14 @@ static bool breaker_ends_at(const vocab &v, const vector<int32_t> &timeline, siz
 // How many tokens at the timeline's end come after the last breaker, at most `most`.
 static int32_t after_breaker(const engine_sampling &opt, const vocab &v, const vector<int32_t> &timeline,
                              int32_t most) {
+    bool may_end[256] = {}; // breakers with this byte
+    for (size_t b = 0; b < opt.n_dry_breakers; b++)
+        may_end[uint8_t(string_view(opt.dry_breakers[b]).back())] = true;
     for (int32_t n = 0; n < most; n++) {
         const size_t at = timeline.size() - 1 - size_t(n);
-        const size_t size = token_bytes(v, timeline[at], true).size();
-        for (size_t b = 0; b < opt.n_dry_breakers; b++)
-            for (size_t end = 1; end <= size; end++)
+        const string_view text = token_bytes(v, timeline[at], true);
+        for (size_t end = 1; end <= text.size(); end++)
+            for (size_t b = 0; may_end[uint8_t(text[end - 1])] && b < opt.n_dry_breakers; b++)
                 if (breaker_ends_at(v, timeline, at, end, opt.dry_breakers[b]))
                     return n;
     }
@@ -8023,23 +8028,57 @@ template <class F> static void drop_if(vector<candidate> &pick, F &&what) {
 }
 
 static double best_of(const vector<candidate> &pick) {
-    return double(std::max_element(pick.begin(), pick.end())->logit);
+    float best = pick[0].logit;
+    for (const candidate &c : pick)
+        if (c.logit > best)
+            best = c.logit;
+    return double(best);
 }
 
-// Keeps the fewest candidates, in order of key(logit) and id, that have `part` of the probability.
-template <class F> static void keep_share(sampler_room &room, float part, F &&key) {
+// exp(x) for x <= 0, within a few units in the last place. Without fma, which is a call in a portable build, it is
+// several times as fast as exact_exp and gives the same bits everywhere all the same.
+static double weight(double x) {
+    if (!(x > -700))
+        return 0;
+    const int64_t k = int64_t(x * 1.4426950408889634 - 0.5);
+    // ln 2 in two parts, then Taylor, |r| <= 0.347
+    const double r = (x - double(k) * 0.693359375) + double(k) * 2.1219444005469057e-4;
+    static const double factors[] = {1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0, 1 / 40320.0, 1 / 5040.0, 1 / 720.0,
+                                     1 / 120.0,      1 / 24.0,      1 / 6.0,      1 / 2.0,     1,          1};
+    double sum = 1 / 479001600.0;
+    for (double f : factors)
+        sum = sum * r + f;
+    const uint64_t bits = uint64_t(k + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
+// Keeps the fewest candidates, in order of key(logit) and id, that have `part` of the probability. No key is below
+// `lowest`. Probabilities are added as integers, so that no order of addition shows.
+template <class F> static void keep_share(sampler_room &room, float part, double lowest, F &&key) {
     const double best = best_of(room.pick), unit = 0x1p62 / double(room.pick.size());
-    uint64_t total = 0;
-    room.shares.clear();
+    const auto mass = [&](const candidate &c) { return uint64_t(weight(double(c.logit) - best) * unit); };
+    // The last one that is kept is looked for by bins of its key first.
+    constexpr int BINS = 1024;
+    const auto bin = [&](const candidate &c) { return int(std::min((key(c.logit) - lowest) * 16, BINS - 1.0)); };
+    uint64_t bins[BINS] = {}, total = 0, before = 0;
     for (const candidate &c : room.pick) {
-        room.shares.push_back({key(c.logit), c.id, uint64_t(exact_exp(double(c.logit) - best) * unit)});
-        total += room.shares.back().mass;
+        const uint64_t m = mass(c);
+        bins[bin(c)] += m;
+        total += m;
     }
     const uint64_t wanted = std::max<uint64_t>(1, uint64_t(std::ceil(double(part) * double(total))));
-    // The last one that is kept lies in [from, to); what comes before has less than `wanted`. Halving finds it in
-    // linear time.
+    int last_bin = 0;
+    while (before + bins[last_bin] < wanted)
+        before += bins[last_bin++];
+    room.shares.clear();
+    for (const candidate &c : room.pick)
+        if (bin(c) == last_bin)
+            room.shares.push_back({key(c.logit), c.id, mass(c)});
+    // It lies in [from, to); what comes before has less than `wanted`. Halving finds it in linear time.
     auto from = room.shares.begin(), to = room.shares.end();
-    for (uint64_t before = 0; to - from > 1;) {
+    while (to - from > 1) {
         const auto middle = from + (to - from) / 2;
         std::nth_element(from, middle, to);
         uint64_t sum = before;
@@ -8060,12 +8099,12 @@ static void keep_typical(sampler_room &room, float part) {
     const double best = best_of(room.pick);
     double total = 0, moment = 0;
     for (const candidate &c : room.pick) {
-        const double d = double(c.logit) - best, weight = exact_exp(d);
-        total += weight;
-        moment += weight * d;
+        const double d = double(c.logit) - best, w = weight(d);
+        total += w;
+        moment += w * d;
     }
     const double expected = moment / total;
-    keep_share(room, part, [&](float logit) { return std::fabs(double(logit) - best - expected); });
+    keep_share(room, part, 0, [&](float logit) { return std::fabs(double(logit) - best - expected); });
 }
 
 // Of the candidates with at least `threshold` of the probability all but the least likely go.
@@ -8073,10 +8112,10 @@ static void drop_top_choices(vector<candidate> &pick, float threshold) {
     const double best = best_of(pick);
     double total = 0;
     for (const candidate &c : pick)
-        total += exact_exp(double(c.logit) - best);
+        total += weight(double(c.logit) - best);
     const candidate *least = nullptr;
     for (const candidate &c : pick)
-        if (exact_exp(double(c.logit) - best) >= double(threshold) * total && (!least || c < *least))
+        if (weight(double(c.logit) - best) >= double(threshold) * total && (!least || c < *least))
             least = &c;
     if (!least)
         return;
@@ -8106,7 +8145,7 @@ static void narrow(const vector<float> &logits, const engine_sampling &opt, cons
     if (is_share(opt.typical_p))
         keep_typical(room, opt.typical_p);
     if (is_share(opt.top_p))
-        keep_share(room, opt.top_p, [](float logit) { return -double(logit); });
+        keep_share(room, opt.top_p, -best_of(room.pick), [](float logit) { return -double(logit); });
     if (opt.min_p > 0) { // p >= min_p * p_best, in terms of logits
         const double floor = best_of(room.pick) + exact_log(double(opt.min_p));
         drop_if(room.pick, [&](const candidate &c) { return double(c.logit) < floor; });
@@ -8123,18 +8162,15 @@ static int32_t sample(const vector<float> &logits, const engine_sampling &opt, c
     if (opt.temperature <= 0)
         return best_id(adjust_logits(logits, opt, v, timeline, room));
     narrow(logits, opt, v, timeline, room);
-    const candidate best = *std::max_element(room.pick.begin(), room.pick.end());
-    const auto weight = [&](const candidate &c) {
-        return exact_exp((double(c.logit) - double(best.logit)) / double(opt.temperature));
-    };
+    const double best = best_of(room.pick), heat = double(opt.temperature);
     double total = 0;
     for (const candidate &c : room.pick)
-        total += weight(c);
+        total += weight((double(c.logit) - best) / heat);
     double target = draw(opt.seed, timeline.size()) * total;
     for (const candidate &c : room.pick)
-        if ((target -= weight(c)) < 0)
+        if ((target -= weight((double(c.logit) - best) / heat)) < 0)
             return c.id;
-    return best.id; // rounding ate the last piece of `target`
+    return std::max_element(room.pick.begin(), room.pick.end())->id; // rounding ate the last piece of `target`
 }
 
 // ---- settings ----
@@ -8622,75 +8658,73 @@ static void clear_rows(const page_layout &l, uint8_t *bytes, int32_t rows) {
             }
 }
 
-static void save(engine_session &s, const char *path) {
-    page_store &store = s.cache.store;
-    vector<saved_page> pages[N_KINDS];
-    session_head head = {};
-    string bytes;
+// The head of the file, and the pages that follow it, by kind. Called under the store's mutex.
+static string session_bytes(const engine_session &s, vector<saved_page> *pages) {
+    const page_store &store = s.cache.store;
     const auto rows_of = [](int64_t n, int64_t page) {
         return int32_t(std::min<int64_t>(PAGE_TOKENS, n - page * PAGE_TOKENS));
     };
+    const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
+    for (size_t i = 0; i < all.size(); i++)
+        pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+    vector<saved_page> tail, &kept = pages[SEES_WINDOW];
+    for (size_t i = 0; i < window.size(); i++)
+        if (window[i] >= 0)
+            tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+    for (const checkpoint &c : s.cache.checkpoints) // pages that only checkpoints have
+        for (size_t i = 0; i < c.pages.size(); i++) {
+            const int64_t index = c.first + int64_t(i);
+            const saved_page p = {c.pages[i], rows_of(c.pos, index), index};
+            const auto same = [&](const saved_page &o) { return o.id == p.id; };
+            if (std::any_of(tail.begin(), tail.end(), same))
+                continue;
+            const auto it = std::find_if(kept.begin(), kept.end(), same);
+            if (it == kept.end())
+                kept.push_back(p);
+            else
+                it->rows = std::max(it->rows, p.rows);
+        }
+    kept.insert(kept.end(), tail.begin(), tail.end());
+
+    session_head head = {};
+    memcpy(head.magic, session_magic, sizeof head.magic);
+    head.version = SESSION_VERSION, head.numerics = NUMERICS_VERSION;
+    head.fingerprint = s.model.fingerprint;
+    head.type = store.type;
+    head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
+    head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
+    head.n_tail = tail.size();
+    for (int kind = 0; kind < N_KINDS; kind++) {
+        head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
+        head.n_pages[kind] = pages[kind].size();
+    }
+    string bytes;
+    const auto put = [&](const void *p, size_t n) { bytes.append(static_cast<const char *>(p), n); };
+    put(&head, sizeof head);
+    put(s.tokens.data(), s.tokens.size() * sizeof(int32_t));
+    bytes += s.note;
+    for (int kind = 0; kind < N_KINDS; kind++)
+        for (const saved_page &p : pages[kind])
+            put(&p.rows, sizeof p.rows);
+    for (const checkpoint &c : s.cache.checkpoints) {
+        const checkpoint_head h = {c.pos, c.first, c.pages.size()};
+        put(&h, sizeof h);
+        for (const int32_t id : c.pages) {
+            const auto it = std::find_if(kept.begin(), kept.end(), [&](const saved_page &o) { return o.id == id; });
+            const int64_t no = it - kept.begin();
+            put(&no, sizeof no);
+        }
+    }
+    return bytes;
+}
+
+static void save(engine_session &s, const char *path) {
+    page_store &store = s.cache.store;
+    vector<saved_page> pages[N_KINDS];
+    string bytes;
     {
         std::lock_guard<std::mutex> lock(store.mutex);
-        const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
-        for (size_t i = 0; i < all.size(); i++)
-            pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-        vector<saved_page> tail;
-        for (size_t i = 0; i < window.size(); i++)
-            if (window[i] >= 0)
-                tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-        string marks;
-        const auto number_of = [&](const saved_page &p) { // of a checkpoint's page; tail pages get theirs afterwards
-            for (size_t i = 0; i < tail.size(); i++)
-                if (tail[i].id == p.id)
-                    return int64_t(-1 - int64_t(i));
-            vector<saved_page> &list = pages[SEES_WINDOW];
-            for (size_t i = 0; i < list.size(); i++)
-                if (list[i].id == p.id) {
-                    list[i].rows = std::max(list[i].rows, p.rows);
-                    return int64_t(i);
-                }
-            list.push_back(p);
-            return int64_t(list.size()) - 1;
-        };
-        vector<vector<int64_t>> numbers;
-        for (const checkpoint &c : s.cache.checkpoints) {
-            numbers.emplace_back();
-            for (size_t i = 0; i < c.pages.size(); i++) {
-                const int64_t index = c.first + int64_t(i);
-                numbers.back().push_back(number_of({c.pages[i], rows_of(c.pos, index), index}));
-            }
-        }
-        const int64_t n_kept = int64_t(pages[SEES_WINDOW].size());
-        pages[SEES_WINDOW].insert(pages[SEES_WINDOW].end(), tail.begin(), tail.end());
-
-        memcpy(head.magic, session_magic, sizeof head.magic);
-        head.version = SESSION_VERSION, head.numerics = NUMERICS_VERSION;
-        head.fingerprint = s.model.fingerprint;
-        head.type = store.type;
-        head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
-        head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
-        head.n_tail = tail.size();
-        for (int kind = 0; kind < N_KINDS; kind++) {
-            head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
-            head.n_pages[kind] = pages[kind].size();
-        }
-        const auto put = [&](const void *p, size_t n) { bytes.append(static_cast<const char *>(p), n); };
-        put(&head, sizeof head);
-        put(s.tokens.data(), s.tokens.size() * sizeof(int32_t));
-        bytes += s.note;
-        for (const vector<saved_page> &list : pages)
-            for (const saved_page &p : list)
-                put(&p.rows, sizeof p.rows);
-        for (size_t c = 0; c < numbers.size(); c++) {
-            const checkpoint &from = s.cache.checkpoints[c];
-            const checkpoint_head h = {from.pos, from.first, from.pages.size()};
-            put(&h, sizeof h);
-            for (int64_t no : numbers[c]) {
-                no = no < 0 ? n_kept - 1 - no : no;
-                put(&no, sizeof no);
-            }
-        }
+        bytes = session_bytes(s, pages);
     }
     file_writer out(path);
     const digest sum = sha256().add(bytes.data(), bytes.size()).finish();
@@ -8698,16 +8732,16 @@ static void save(engine_session &s, const char *path) {
     out.write_all(&sum, sizeof sum);
     uint64_t no = 0;
     for (int kind = 0; kind < N_KINDS; kind++) {
-        const page_pool &pool = store.pool[kind];
-        const buffer page(size_t(pool.layout.page_bytes), "a page");
+        const page_layout &layout = store.pool[kind].layout;
+        const buffer page(size_t(layout.page_bytes), "a page");
         for (const saved_page &p : pages[kind]) {
             {
                 std::lock_guard<std::mutex> lock(s.model.mutex);
-                s.model.ops->get(s.model.be.get(), page.data, pool.at(p.id), page.size);
+                s.model.ops->get(s.model.be.get(), page.data, store.pool[kind].at(p.id), page.size);
                 if (const int code = finish(s))
                     fail(code, "%s", s.failure);
             }
-            clear_rows(pool.layout, page.data, p.rows);
+            clear_rows(layout, page.data, p.rows);
             const digest d = page_digest(sum, no++, page);
             out.write_all(page.data, page.size);
             out.write_all(&d, sizeof d);
@@ -9596,10 +9630,8 @@ int engine_session_new(engine_session **out, engine_model *model, const engine_s
 void engine_session_free(engine_session *session) {
     if (!session)
         return;
-    engine_model &m = session->model;
+    session->model.n_session--;
     delete session;
-    std::lock_guard<std::mutex> lock(m.mutex);
-    m.n_session--;
 }
 
 int engine_session_ctx(const engine_session *session) { return session ? session->n_ctx : ENGINE_EINVAL; }

@@ -353,8 +353,10 @@ typedef struct engine_generate_options {
     const char *const *stops; /* the text ends before the first of these strings; needed during the call only */
     size_t n_stops;
     const engine_sampling *sampling; /* NULL: greedy */
-    /* Gets the reasoning of a model that marks it (<think> ... </think>), without the marks; the text function then
-       gets the answer only, and the stop strings count in the answer only. NULL: everything is text, marks included. */
+    /* Gets the reasoning of a model that marks it (<think> ... </think>), without the marks and the newlines beside
+       them; the text function then gets the answer only, and the stop strings count in the answer only. What the prompt
+       ends with counts: it may have opened the reasoning. NULL: everything is text, marks included unless they are
+       control tokens. */
     engine_text_fn on_reasoning;
 } engine_generate_options;
 

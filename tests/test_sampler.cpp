@@ -560,6 +560,16 @@ TEST(Sampler, OrderOfTheLogitsDoesNotMatter) {
     }
 }
 
+TEST(Sampler, WeightIsTheExponential) {
+    for (int i = 0; i < 200000; i++) {
+        const double x = -690.0 * i / 200000, want = std::exp(x);
+        ASSERT_NEAR(weight(x), want, 1e-15 * want) << x;
+    }
+    EXPECT_EQ(weight(0), 1);
+    EXPECT_EQ(weight(-HUGE_VAL), 0);
+    EXPECT_EQ(weight(-1e300), 0);
+}
+
 // ---- distributions ----------------------------------------------------------------------------------------------
 
 // Six standard deviations above what is expected.

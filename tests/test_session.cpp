@@ -625,7 +625,7 @@ TEST(SessionPlan, EqualsTheAllocatorToTheByte) {
                     EXPECT_EQ(allocated(), plan.cache_bytes + plan.work_bytes + plan.scratch_bytes)
                         << n_ctx << " " << chunk;
                     // And nothing more is allocated when it computes.
-                    s.sync(model_prompt(std::min(n_ctx, chunk == 512 ? 4990 : 700), 2048));
+                    s.sync(model_prompt(std::min(n_ctx, chunk == 512 ? 1500 : 20), 2048));
                     engine_generate_options go = {};
                     go.ignore_end = 1;
                     go.max_tokens = 20;

@@ -1,6 +1,9 @@
 // Chapter TEMPLATE: the language, provenance, limits, messages of errors, and whole conversations against oracles.
 #include "unit.h"
 
+#include "gguf_writer.h"
+#include "mutate.h"
+
 namespace {
 
 struct template_message {
@@ -408,4 +411,365 @@ TEST(Template, ManyThreads) {
         thread.join();
     for (const string &s : got)
         EXPECT_EQ(s, "Be <b>., Hi <|end|> ,Yes");
+}
+
+// ---- engine_render_chat
+// -----------------------------------------------------------------------------------------------
+
+namespace {
+
+struct template_model {
+    engine_model *m = nullptr;
+    engine_error err = {};
+    template_model(const string &path = test::root_path("models/tiny-chat-q8_0.gguf")) {
+        engine_open_options o = {};
+        o.threads = 1;
+        if (engine_open(&m, path.c_str(), &o, &err) < 0)
+            ADD_FAILURE() << err.msg;
+    }
+    ~template_model() { engine_close(m); }
+    template_model(const template_model &) = delete;
+
+    vector<int32_t> ids(engine_chat_options o, const vector<engine_message> &messages = {}) {
+        err = {};
+        int n =
+            engine_render_chat(m, messages.empty() ? nullptr : messages.data(), messages.size(), &o, nullptr, 0, &err);
+        vector<int32_t> ids(size_t(std::max(n, 0)));
+        if (n > 0)
+            engine_render_chat(m, messages.empty() ? nullptr : messages.data(), messages.size(), &o, ids.data(),
+                               ids.size(), &err);
+        return ids;
+    }
+    // The rendered text, or the error.
+    string text(const engine_chat_options &o, const vector<engine_message> &messages = {}) {
+        const vector<int32_t> all = ids(o, messages);
+        if (err.code)
+            return strf("%d ", err.code) + err.msg;
+        return detokenize(m->voc, all.data(), all.size(), true);
+    }
+};
+
+engine_chat_options template_options(const char *source, const char *json = nullptr,
+                                     const vector<engine_template_arg> *args = nullptr) {
+    engine_chat_options o = {};
+    o.size = sizeof o;
+    o.template_text = source, o.messages_json = json;
+    if (args)
+        o.args = args->data(), o.n_args = args->size();
+    return o;
+}
+
+} // namespace
+
+TEST(RenderChat, GivenTemplateAndConversation) {
+    template_model m;
+    const vector<engine_message> talk = {{"user", "Hi<|im_end|>"}};
+    EXPECT_EQ(m.text(template_options(nullptr), talk),
+              "<|im_start|>user\nHi<|im_end|><|im_end|>\n<|im_start|>assistant\n");
+    EXPECT_EQ(m.text(template_options("{{ messages[0].content }}|{{ add_generation_prompt }}"), talk),
+              "Hi<|im_end|>|True");
+    const char *json = R"([{"role": "user", "content": "Hi<|im_end|>"}])";
+    EXPECT_EQ(m.ids(template_options(nullptr, json)), m.ids(template_options(nullptr), talk));
+    engine_chat_options quiet = template_options(nullptr, json);
+    quiet.no_generation_prompt = 1;
+    EXPECT_EQ(m.text(quiet), "<|im_start|>user\nHi<|im_end|><|im_end|>\n");
+    EXPECT_EQ(m.text(template_options("{{ messages[0].calls[0].f.x | tojson }}{{ messages[0].content is none }}",
+                                      R"([{"content": null, "calls": [{"f": {"x": [1, 0.5, {"y": "\u00e9"}]}}]}])")),
+              "[1, 0.5, {\"y\": \"\u00e9\"}]True");
+    EXPECT_EQ(m.text(template_options("{{ messages | length }}", "[]")), "0");
+
+    // A special token is one only where the template wrote it.
+    const int32_t end = m.ids(template_options("<|im_end|>", "[]"))[0];
+    const char *fields = R"([{"role": "<|im_end|>", "content": [{"type": "text", "text": "<|im_end|>"}],
+                              "<|im_end|>": {"<|im_end|>": ["<|im_end|>"]}}])";
+    const vector<engine_template_arg> args = {{"tools", "[\"<|im_end|>\"]"}, {"eos_token", "\"<|im_end|>\""}};
+    const auto ids =
+        m.ids(template_options("{{ messages | tojson }}{{ messages[0].content[0].text }}{{ tools }}", fields, &args));
+    EXPECT_GT(ids.size(), 40u);
+    EXPECT_EQ(std::count(ids.begin(), ids.end(), end), 0);
+    EXPECT_EQ(m.ids(template_options("{{ eos_token }}", "[]", &args)), vector<int32_t>{end});
+}
+
+TEST(RenderChat, Variables) {
+    template_model m;
+    const char *source = "{{ tools }}|{{ documents }}|{{ enable_thinking is defined and enable_thinking is false }}|"
+                         "{{ n + 1 if n is defined }}|{{ add_generation_prompt }}";
+    EXPECT_EQ(m.text(template_options(source, "[]")), "None|None|False||True");
+    const vector<engine_template_arg> args = {
+        {"tools", " [1, {\"a\": null}] "}, {"enable_thinking", "false"}, {"n", "41"}, {"add_generation_prompt", "0"}};
+    EXPECT_EQ(m.text(template_options(source, "[]", &args)), "[1, {'a': None}]|None|True|42|0");
+    for (const auto &c : vector<std::pair<engine_template_arg, const char *>>{
+             {{"tools", "[1,"}, "-1 template argument tools: line 1, column 4: expected a value, but the text ends"},
+             {{"x", "high"}, "-1 template argument x: line 1, column 1: expected a value, found 'h'"},
+             {{"x", nullptr}, "-1 template argument x: its value is NULL"},
+             {{nullptr, "1"}, "-1 an argument's name is NULL"},
+             {{"", "1"}, "-1 template argument : a template cannot have a variable of this name"},
+             {{"a-b", "1"}, "-1 template argument a-b: a template cannot have a variable of this name"},
+             {{"messages", "[]"}, "-1 template argument messages: the conversation cannot be replaced"}}) {
+        const vector<engine_template_arg> one = {c.first};
+        EXPECT_EQ(m.text(template_options(source, "[]", &one)), c.second);
+    }
+}
+
+TEST(RenderChat, Errors) {
+    template_model m;
+    const vector<engine_message> talk = {{"user", "Hi"}};
+    EXPECT_EQ(m.text(template_options(nullptr, "[]"), talk), "-1 messages and messages_json are both given");
+    EXPECT_EQ(m.text(template_options(nullptr, "{}")), "-1 messages_json is an object, expected an array of objects");
+    EXPECT_EQ(m.text(template_options(nullptr, "[{}, \"x\"]")), "-1 messages_json[1] is a string, expected an object");
+    EXPECT_EQ(m.text(template_options(nullptr, "[{\"role\": 1,\n}]")),
+              "-1 messages_json: line 2, column 1: expected a key in quotes, found '}'");
+    EXPECT_EQ(m.text(template_options("a\n{{ raise_exception('Only ' ~ messages[0].role) }}"), talk),
+              "-9 the given template line 2: Only user");
+    EXPECT_EQ(m.text(template_options("{{ nothing }}"), talk), "-9 the given template rendered nothing");
+    EXPECT_NE(m.text(template_options(nullptr, "[{\"content\": \"x\"}]")).find("q8_0.gguf: template line 1: "),
+              string::npos); // no role: the template's matter
+    EXPECT_EQ(m.text(template_options("{{ messages[0].role is defined }}", "[{\"content\": \"x\"}]")), "False");
+}
+
+// Contents in parts for a template that knows strings only, and the other way round.
+TEST(RenderChat, ContentInParts) {
+    template_model m;
+    const char *parts = R"([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                            {"role": "assistant", "content": "c"}])";
+    EXPECT_EQ(m.text(template_options("{% for m in messages %}{{ m.content }},{% endfor %}", parts)), "ab,c,");
+    EXPECT_EQ(m.text(template_options("{% for m in messages %}{{ m.content | trim + ',' }}{% endfor %}", parts)),
+              "ab,c,");
+    EXPECT_EQ(m.text(template_options(
+                  "{% for m in messages %}{% for p in m.content %}{{ p.text + ';' }}{% endfor %}{% endfor %}", parts)),
+              "a;b;c;");
+    const char *image =
+        R"([{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "a"}]}])";
+    EXPECT_EQ(m.text(template_options("{{ messages[0].content }}", image)),
+              "-9 the given template line 1: a content in parts is printed");
+    EXPECT_EQ(
+        m.text(template_options("{% for p in messages[0].content %}{{ p.text or '<image>' }}{% endfor %}", image)),
+        "<image>a");
+}
+
+// Each ends soon and within 64 MiB beside what was passed; the suite runs under a time limit.
+TEST(RenderChat, HostileInput) {
+    template_model m;
+    const int deep = 10000, million = 1000000;
+    string members = "{";
+    for (int i = 0; i < million; i++)
+        members += strf("%s\"k%d\":%d", i ? "," : "", i, i);
+    members += "}";
+    const string ifs = template_repeat("{% if 1 %}", deep) + template_repeat("{% endif %}", deep),
+                 arrays = string(deep, '[') + string(deep, ']'),
+                 escapes = "\"" + template_repeat("\\n", 5 << 20) + "\"",
+                 long_message = "[{\"role\":\"user\",\"content\":" + escapes + "}]";
+    const struct {
+        const char *source, *json, *arg;
+        const char *outcome; // how it begins
+    } cases[] = {
+        {ifs.c_str(), "[]", nullptr, "-9 the given template line 1: nested more than"},
+        {"{% for i in range(10**9) %}x{% endfor %}", "[]", nullptr, "-9 the given template line 1: range of more"},
+        {"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "[]", nullptr,
+         "-9 the given template line 1: stopped after"},
+        {"{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", "[]",
+         nullptr, "-9 the given template line 1: needs more than"},
+        {"x", arrays.c_str(), nullptr, "-1 messages_json: line 1, column 257: nested"},
+        {"x", "[]", arrays.c_str(), "-1 template argument x: line 1, column 257: nested"},
+        {"{{ x | length }}", "[]", escapes.c_str(), "5242880"},
+        {"{{ messages[0].content | length }}", long_message.c_str(), nullptr, "5242880"},
+        {"{{ x | length }}", "[]", members.c_str(), "-9 the given template line 1: needs more than"},
+    };
+    for (const auto &c : cases) {
+        const vector<engine_template_arg> args = {{"x", c.arg}};
+        engine_chat_options o = template_options(c.source, c.json, &args);
+        o.n_args = c.arg ? 1 : 0;
+        const test::heap_meter meter;
+        const string got = m.text(o);
+        EXPECT_EQ(got.compare(0, strlen(c.outcome), c.outcome), 0) << got;
+        EXPECT_LE(meter.peak(), 64 << 20) << got;
+    }
+}
+
+// ---- reasoning beside the answer
+// ---------------------------------------------------------------------------------------
+
+namespace {
+
+// Pieces go through the gates of engine_generate; what comes out is "(reasoning)answer" in the order of the calls.
+struct template_gates {
+    string out;
+    bool inside = false;
+    int calls_left = INT_MAX;
+    const char *stops[1] = {"STOP"};
+    engine_generate_options opt = {};
+    text_gate answer{opt, on_text, this, {}, {}, nullptr};
+    reasoning_gate gate{answer, on_reasoning, this, nullptr, false, false, {}, {}, {}};
+
+    template_gates() { opt.stops = stops, opt.n_stops = 1; }
+    int put(bool reasoning, const char *text, size_t n) {
+        EXPECT_GT(n, 0u);
+        const string s(text, n);
+        utf8_gate whole;
+        EXPECT_EQ(whole.push(s), s) << "not whole characters";
+        if (inside != reasoning)
+            out += reasoning ? "(" : ")";
+        inside = reasoning;
+        out += s;
+        return --calls_left <= 0;
+    }
+    static int on_text(void *user, const char *text, size_t n) {
+        return static_cast<template_gates *>(user)->put(false, text, n);
+    }
+    static int on_reasoning(void *user, const char *text, size_t n) {
+        return static_cast<template_gates *>(user)->put(true, text, n);
+    }
+};
+
+// A vocabulary of single bytes, with `extra` tokens of the given type.
+struct template_vocab {
+    string bytes;
+    vocab v;
+    template_vocab(const vector<string> &extra, int type) {
+        vector<string> tokens = extra;
+        vector<int32_t> types(extra.size(), type);
+        for (int b = 0; b < 256; b++)
+            tokens.push_back(strf("<0x%02X>", b)), types.push_back(6);
+        gguf_writer w;
+        w.add_string("tokenizer.ggml.model", "llama");
+        w.add_bool("tokenizer.ggml.add_space_prefix", false);
+        w.add_strings("tokenizer.ggml.tokens", tokens);
+        w.add_i32s("tokenizer.ggml.token_type", types);
+        w.add_f32s("tokenizer.ggml.scores", vector<float>(tokens.size(), 0));
+        bytes = w.bytes();
+        v = load_vocab(parse_gguf(reinterpret_cast<const uint8_t *>(bytes.data()), bytes.size(), "toy"));
+    }
+};
+
+string template_split(const vocab &v, const string &text, bool inside = false, size_t mark = 0) {
+    template_gates g;
+    g.gate.marks = &reasoning_table[mark], g.gate.inside = inside, g.gate.skip = inside;
+    vector<int32_t> ids;
+    tokenize(v, text, true, nullptr, ids);
+    bool go_on = true;
+    for (size_t i = 0; go_on && i < ids.size(); i++)
+        go_on = g.gate.push(v, ids[i]);
+    EXPECT_EQ(g.gate.finish(), go_on || g.answer.stop) << text;
+    return g.out + (g.answer.stop ? "$" : "");
+}
+
+} // namespace
+
+// The marks as control tokens, as user-defined tokens, and spelled byte by byte: the text divides in the same way.
+TEST(Reasoning, MarksOfAllKinds) {
+    const vector<string> marks = {"<think>", "</think>"};
+    const template_vocab plain({}, 4), user(marks, 4), control(marks, 3);
+    for (const template_vocab *t : {&plain, &user, &control}) {
+        const auto split = [t](const char *text, bool inside = false) { return template_split(t->v, text, inside); };
+        EXPECT_EQ(split("<think>a</think>b"), "(a)b");
+        EXPECT_EQ(split("<think>\n\r\na\n\nb\n\n</think>\n\nc\n"), "(a\n\nb)c\n");
+        EXPECT_EQ(split("\n\na\nb\n</think>\nc", true), "(a\nb)c");
+        EXPECT_EQ(split("<think></think>c"), "c");
+        EXPECT_EQ(split("<think>\n\n</think>\n\nc"), "c");
+        EXPECT_EQ(split("before <think>a</think> after"), "before (a) after");
+        EXPECT_EQ(split("<think>a</think>b<think>c</think>d"), "(a)b(c)d");
+        EXPECT_EQ(split("<think>never closed\n"), "(never closed\n");
+        EXPECT_EQ(split("no marks <thin k> </ <"), "no marks <thin k> </ <");
+        EXPECT_EQ(split("a </thin", true), "(a </thin");
+        EXPECT_EQ(split("<th<think>a<</think></thi"), "<th(a<)</thi");
+        EXPECT_EQ(split("<think>\xf0\x9f\xa6\x99</think>\xc3\xa9"), "(\xf0\x9f\xa6\x99)\xc3\xa9");
+        EXPECT_EQ(split("<think>a\xf0\x9f</think>\x9f\xa6\xf0"), "(a\ufffd)\ufffd\ufffd\ufffd");
+        EXPECT_EQ(split("\xf0\x9f<think>a"), "\ufffd(a");
+        EXPECT_EQ(split("<think>a STOP b</think>c STOP d"), "(a STOP b)c $");
+        EXPECT_EQ(split("<think>a</think>STOP d"), "(a$");
+        EXPECT_EQ(split("<think>a</think>b STO"), "(a)b STO");
+        EXPECT_EQ(split("<think>a<think>b</think>c").find(")c"), t == &control ? 3u : 10u);
+        // What closes nothing is text, as far as it can be seen.
+        EXPECT_EQ(split("a</think>b"), t == &control ? "ab" : "a</think>b");
+        const string newlines(1000, '\n');
+        EXPECT_EQ(split(("<think>a" + newlines + "b").c_str()), "(a" + newlines + "b");
+    }
+    const template_vocab other({"<|channel>", "<channel|>"}, 3);
+    EXPECT_EQ(template_split(other.v, "<|channel>thought\na\n<channel|>b", false, 4), "(a)b");
+}
+
+TEST(Reasoning, CallbacksStopIt) {
+    const template_vocab t({}, 4);
+    for (int calls : {1, 2, 3, 4}) {
+        template_gates g;
+        g.gate.marks = &reasoning_table[0];
+        g.calls_left = calls;
+        vector<int32_t> ids;
+        tokenize(t.v, "<think>ab</think>cd", true, nullptr, ids);
+        size_t n = 0;
+        while (n < ids.size() && g.gate.push(t.v, ids[n]))
+            n++;
+        EXPECT_EQ(g.out, string("(ab)cd").substr(0, size_t(calls) + (calls > 2 ? 2 : 1)));
+        EXPECT_LT(n, ids.size());
+    }
+}
+
+// In a whole model: which marks it has, what its prompt has opened, and the two texts of engine_generate.
+TEST(Reasoning, Generate) {
+    string bytes = test::read_file(test::root_path("models/tiny-chat-q8_0.gguf"));
+    const size_t at = bytes.find("{% for message in messages %}"), size = 193;
+    ASSERT_NE(at, string::npos);
+    string source = "{% for m in messages %}{{'<|im_start|>'+m.role+'\\n'+m.content+'<|im_end|>\\n'}}{% endfor %}{% if "
+                    "add_generation_prompt %}{{'<|im_start|>assistant\\n'}}{% endif %}{# <think></think> #}";
+    source.insert(source.size() - 2, size - source.size(), ' ');
+    bytes.replace(at, size, source);
+    char path[] = "/tmp/engine-reasoning-XXXXXX";
+    const int fd = mkstemp(path);
+    ASSERT_EQ(write(fd, bytes.data(), bytes.size()), ssize_t(bytes.size()));
+    close(fd);
+    template_model m(path), without;
+    unlink(path);
+    EXPECT_EQ(find_marks(*m.m), &reasoning_table[0]);
+    EXPECT_EQ(find_marks(*without.m), nullptr);
+
+    engine_session *s = nullptr;
+    ASSERT_EQ(engine_session_new(&s, m.m, nullptr, nullptr), 0);
+    const vector<engine_message> talk = {{"user", "What is your name?"}};
+    const vector<engine_message> quoting = {{"user", "What is <think>?"}};
+    const struct {
+        const vector<engine_message> &talk;
+        string tail;
+        bool inside;
+    } cases[] = {{talk, "", false},
+                 {quoting, "", false},
+                 {talk, "<think>\n", true},
+                 {talk, "<think>\nOkay,", true},
+                 {talk, "<think>\n\n</think>\n\n", false}};
+    for (const auto &c : cases) {
+        vector<int32_t> ids = m.ids(template_options(nullptr), c.talk);
+        tokenize(m.m->voc, c.tail, false, nullptr, ids);
+        ASSERT_GE(engine_sync(s, ids.data(), ids.size(), nullptr), 0);
+        string plain;
+        std::pair<string, string> both;
+        const auto add = [](void *user, const char *t, size_t n) {
+            static_cast<string *>(user)->append(t, n);
+            return 0;
+        };
+        engine_generate_options o = {};
+        o.max_tokens = 12;
+        EXPECT_EQ(engine_generate(s, &o, add, &plain, nullptr, nullptr), 0);
+        ASSERT_GE(engine_sync(s, ids.data(), ids.size(), nullptr), 0);
+        o.on_reasoning = [](void *user, const char *t, size_t n) {
+            static_cast<std::pair<string, string> *>(user)->first.append(t, n);
+            return 0;
+        };
+        const auto on_answer = [](void *user, const char *t, size_t n) {
+            static_cast<std::pair<string, string> *>(user)->second.append(t, n);
+            return 0;
+        };
+        // In two calls: the second one finds in the timeline where it is.
+        engine_result first = {}, second = {};
+        o.max_tokens = 5;
+        EXPECT_EQ(engine_generate(s, &o, on_answer, &both, &first, nullptr), 0);
+        o.max_tokens = 7;
+        EXPECT_EQ(engine_generate(s, &o, on_answer, &both, &second, nullptr), 0);
+        const size_t text = plain.find_first_not_of('\n');
+        if (!c.tail.empty() && c.tail != "<think>\nOkay,")
+            plain.erase(0, text);
+        EXPECT_EQ(both.first, c.inside ? plain : "") << c.tail;
+        EXPECT_EQ(both.second, c.inside ? "" : plain) << c.tail;
+        EXPECT_EQ(first.n_reasoning, c.inside ? first.n_tokens : 0);
+        EXPECT_EQ(second.n_reasoning, c.inside ? second.n_tokens : 0);
+    }
+    engine_session_free(s);
 }

@@ -17,7 +17,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const json_document messages = parse_json(talk, ENGINE_EINVAL, "talk");
     chat_input in;
     in.messages = &messages.root(), in.add_generation_prompt = true, in.bos = "<s>", in.eos = "</s>";
-    in.args = {{"tools", &messages.root()}, {"ratio", &messages.root()[40]}};
+    in.args = {{"tools", &messages.root()}, {"part", &messages.values[40]}};
     try {
         template_limits limits;
         limits.max_steps = 20000, limits.max_memory = 1 << 20, limits.now = 1700000000;
