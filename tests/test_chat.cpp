@@ -249,7 +249,7 @@ TEST(Chat, StopsAnAnswerWithCtrlCAndLeavesWithASecond) {
 }
 
 TEST(Chat, StopsPrefillWithCtrlC) {
-    cli_chat chat({"--chunk", "1", "-t", "1", "-s", cli_long_text(1800), "-n", "3"});
+    cli_chat chat({"--chunk", "1", "-t", "1", "-s", cli_long_text(1800), "-n", "3", "--ignore-eos"});
     chat.type("Hello\n");
     usleep(200000);
     const double start = chat_seconds();
