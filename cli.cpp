@@ -1037,7 +1037,8 @@ struct opened {
             guess += strlen(m.content) / 2 + 64;
         vector<engine_template_arg> args;
         for (const auto &a : template_args)
-            args.push_back({a.first.c_str(), a.second.c_str()});
+            if (!opt.answer.think || a.first != "enable_thinking")
+                args.push_back({a.first.c_str(), a.second.c_str()});
         if (opt.answer.think)
             args.push_back({"enable_thinking", strcmp(opt.answer.think, "on") == 0 ? "true" : "false"});
         engine_chat_options chat_opt = {};
@@ -1108,7 +1109,7 @@ struct opened {
             note("%s has no effect: the chat template does not mention %s", option.c_str(), variable.c_str());
     }
 
-    // The settings anew: the model's defaults, then what was given, in its order. A seed is drawn if none was.
+    // The settings anew: the model's defaults, then what was given, in its order.
     void apply_settings() {
         answer_settings &a = opt.answer = answer_settings();
         a.sampling.size = sizeof a.sampling;
@@ -1121,8 +1122,17 @@ struct opened {
         for (const engine_logit_bias &b : a.bias)
             if (b.id >= info.n_vocab)
                 fail(EXIT_ERROR, "--logit-bias: there is no token %d: this model has %d", b.id, info.n_vocab);
-        if (a.sampling.seed == UINT64_MAX) // 32 random bits, short enough to be typed again
-            set_seed(std::random_device{}());
+    }
+    // Other settings in place of those that were given. When they cannot be had, the old ones stay.
+    void replace_settings(std::list<setting> next) {
+        opt.given.swap(next);
+        try {
+            apply_settings();
+        } catch (const quit &) {
+            opt.given.swap(next);
+            apply_settings();
+            throw;
+        }
     }
     // The seed in use counts as given, so that it is kept with a session.
     void set_seed(uint64_t seed) {
@@ -1130,6 +1140,11 @@ struct opened {
         opt.given.remove_if([row](const setting &s) { return s.row == row; });
         opt.given.push_back({row, std::to_string(seed)});
         opt.answer.sampling.seed = seed;
+    }
+    // 32 random bits, short enough to be typed again, where no seed was given.
+    void draw_seed() {
+        if (opt.answer.sampling.seed == UINT64_MAX)
+            set_seed(std::random_device{}());
     }
 
   private:
@@ -1213,6 +1228,9 @@ struct conversation {
     string describe() const { return strf("%zu message%s", messages.size(), messages.size() == 1 ? "" : "s"); }
 
     void save(opened &m, const char *path) const {
+        struct stat old;
+        if (stat(path, &old) == 0 && !S_ISREG(old.st_mode)) // a device or a pipe would be replaced
+            fail(EXIT_ERROR, "%s: is not a file", path);
         string out;
         const auto put = [&out](const string &s) { out += s + '\0'; };
         const auto record = [&](const char *what, const string &name, const string &text) {
@@ -1238,10 +1256,8 @@ struct conversation {
         vector<string> parts;
         for (size_t at = 0, end; (end = note.find('\0', at)) != string::npos; at = end + 1)
             parts.push_back(note.substr(at, end - at));
-        if (note.empty()) {
-            m.apply_settings();
+        if (note.empty())
             return false;
-        }
         const string known(note_version, strlen(note_version) - 1);
         if (parts.empty() || parts[0].compare(0, known.size(), known) != 0)
             fail(EXIT_ERROR, "%s: its note is no conversation of this program", path);
@@ -1263,27 +1279,28 @@ struct conversation {
                 good = false;
         }
         string range;
-        for (const setting &s : settings) // apply_settings sorts out what this leaves behind
+        for (const setting &s : settings)
             good = good && store_option(*s.row, s.value.c_str(), range);
-        if (good)
-            replace_settings(settings, options_win);
-        m.apply_settings();
+        m.apply_settings(); // what the check has left behind goes
         if (!good)
             fail(EXIT_ERROR, "%s: its conversation is damaged", path);
+        m.replace_settings(merge_settings(settings, options_win));
         *this = std::move(next);
         return true;
     }
 
   private:
-    static void replace_settings(std::list<setting> &settings, bool options_win) {
-        const auto has = [](const std::list<setting> &list, const option_row *row) {
-            return std::any_of(list.begin(), list.end(), [row](const setting &s) { return s.row == row; });
-        };
+    static std::list<setting> merge_settings(std::list<setting> of_file, bool options_win) {
+        std::list<setting> merged = opt.given;
         if (options_win)
-            settings.remove_if([&](const setting &s) { return has(opt.given, s.row); });
+            of_file.remove_if([](const setting &s) {
+                return std::any_of(opt.given.begin(), opt.given.end(),
+                                   [&s](const setting &given) { return s.row == given.row; });
+            });
         else
-            opt.given.remove_if([](const setting &s) { return (s.row->commands & SETTABLE) != 0; });
-        opt.given.splice(opt.given.begin(), settings);
+            merged.remove_if([](const setting &s) { return (s.row->commands & SETTABLE) != 0; });
+        merged.splice(merged.begin(), of_file);
+        return merged;
     }
 };
 
@@ -1511,12 +1528,12 @@ void answer_once(const char *missing) {
     if (!m.plain || opt.session) // with a session it becomes a part of the note
         text = without_nul(text);
     const bool old = session_exists();
+    m.apply_settings();
     m.start(opt.ctx);
     conversation talk;
     if (old)
         talk.load(m, opt.session, true);
-    else
-        m.apply_settings();
+    m.draw_seed();
     const vector<int32_t> ids = prompt_ids(m, talk, text);
     const int ctx = engine_session_ctx(m.session);
     if (ids.size() > size_t(ctx))
@@ -2141,27 +2158,19 @@ struct chat {
         if (value.empty())
             return tell("  %-18s %s\n", row->name, value_of(*row).c_str());
         const bool flag = row->target.kind == FLAG, is_list = row->target.kind == TEXTS || row->target.kind == BIAS;
-        string range = "on or off";
-        std::list<setting> old = opt.given;
         const bool back = value == "default" || (flag && value == "off");
-        if (back || !is_list)
-            opt.given.remove_if([row](const setting &s) { return s.row == row; });
-        if (!back)
-            opt.given.push_back({row, value});
-        bool good = back || (flag ? value == "on" : store_option(*row, value.c_str(), range));
-        try {
-            if (good)
-                m.apply_settings();
-        } catch (const quit &) { // a token that the model does not have
-            opt.given.swap(old);
-            m.apply_settings();
-            throw;
-        }
-        if (!good) {
-            opt.given.swap(old);
-            m.apply_settings();
+        string range = "on or off";
+        if (!back && !(flag ? value == "on" : store_option(*row, value.c_str(), range))) {
+            m.apply_settings(); // what the check has left behind goes
             fail(EXIT_ERROR, "/set %s: '%s' is not %s", row->name, value.c_str(), range.c_str());
         }
+        std::list<setting> next = opt.given;
+        if (back || !is_list)
+            next.remove_if([row](const setting &s) { return s.row == row; });
+        if (!back)
+            next.push_back({row, value});
+        m.replace_settings(std::move(next));
+        m.draw_seed();
         if (strcmp(row->name, "think") == 0 && opt.answer.think)
             m.check_template_knows("think", "enable_thinking");
         note("%s is %s", row->name, value_of(*row).c_str());
@@ -2171,6 +2180,7 @@ struct chat {
         const string before = talk.describe();
         if (!talk.load(m, path.c_str(), false))
             fail(EXIT_ERROR, "%s holds no conversation, only tokens", path.c_str());
+        m.draw_seed();
         note("%s: %s, %lld tokens; this conversation had %s", path.c_str(), talk.describe().c_str(),
              (long long)m.stats().n_tokens, before.c_str());
     }
@@ -2327,14 +2337,14 @@ void cmd_chat() {
     opened m;
     m.read_template();
     const bool old = session_exists();
+    m.apply_settings();
     m.start(opt.ctx);
     chat c(m);
-    if (!old)
-        m.apply_settings();
-    else if (c.talk.load(m, opt.session, true))
+    if (old && c.talk.load(m, opt.session, true))
         note("%s: %s, %lld tokens", opt.session, c.talk.describe().c_str(), (long long)m.stats().n_tokens);
-    else
+    else if (old)
         note("%s holds no conversation; its tokens are reused", opt.session);
+    m.draw_seed();
     if (opt.system)
         c.talk.has_system = true, c.talk.system = opt.system;
     if (m.plain && c.talk.has_system)

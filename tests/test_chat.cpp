@@ -159,6 +159,8 @@ TEST(Chat, ReadsAndExportsFiles) {
     EXPECT_TRUE(S_ISCHR(st.st_mode)) << "a device is written to, not replaced";
     // A pipe that no one writes to: Ctrl-C goes back to the prompt.
     ASSERT_EQ(mkfifo((dir / "pipe").c_str(), 0600), 0);
+    EXPECT_TRUE(cli_has(chat.say("/save " + dir / "pipe"), "is not a file"));
+    EXPECT_TRUE(cli_has(chat.say("/load " + dir / "pipe"), "is not a file"));
     chat.type("/read " + dir / "pipe" + "\n");
     chat.until("pipe");
     usleep(200000);
@@ -274,6 +276,14 @@ TEST(Chat, WritesItsSessionWhenTheTerminalCloses) {
         cli_chat next({"--session", path});
         EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
     }
+    const std::string path = dir / "closed";
+    cli_chat chat({"--session", path, "--temp", "0"});
+    chat.say("What is your name?");
+    close(chat.child.out); // the other end of the terminal
+    chat.child.in = chat.child.out = -1;
+    EXPECT_GT(chat.child.status(10), 0);
+    cli_chat next({"--session", path});
+    EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
 }
 
 // ---- the terminal ----
@@ -715,8 +725,8 @@ TEST(Sessions, SurviveAKill) {
     };
     ASSERT_EQ(cli_run("run", {"-p", "round 0", "-n", "1", "--session", file}).code, 0);
     int fresh = 0;
+    std::string before = stored();
     for (int round = 1; round <= 50; round++) {
-        const std::string before = stored();
         cli_chat chat({"-n", "1", "-q"});
         const std::string words = "round " + std::to_string(round) + cli_long_text(random() % 200);
         chat.say(words);
@@ -730,6 +740,7 @@ TEST(Sessions, SurviveAKill) {
         const std::string after = stored();
         EXPECT_TRUE(after == before || cli_has(after, words)) << round << ": " << after;
         fresh += after != before;
+        before = after;
     }
     printf("%d of 50 kills left the new file\n", fresh);
     EXPECT_GT(fresh, 0);
