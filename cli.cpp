@@ -1652,7 +1652,8 @@ struct line_reader {
                 pending.clear();
                 return line.empty() ? END : LINE;
             }
-            if ((show || redraw.exchange(false)) && write_out(prompt, strlen(prompt)))
+            const bool again = redraw.exchange(false);
+            if ((show || again) && write_out(prompt, strlen(prompt)))
                 return END;
             show = false;
             if (!wait_key() && caught)
@@ -1759,6 +1760,7 @@ struct line_reader {
             el_set(editor, EL_BIND, k[0], k[1], nullptr);
         el_set(editor, EL_ADDFN, "complete", "complete a command or a file's name, else insert a tab", complete);
         el_set(editor, EL_BIND, "^I", "complete", nullptr);
+        catch_signal(SIGWINCH);
         find_history_file();
         load_history();
     }
@@ -2353,8 +2355,7 @@ void cmd_chat() {
         fail(EXIT_ERROR, "pipe: %s", strerror(errno));
     for (int fd : wake_pipe)
         fcntl(fd, F_SETFL, O_NONBLOCK);
-    for (int sig : {SIGCONT, SIGWINCH})
-        catch_signal(sig);
+    catch_signal(SIGCONT);
     greet(m);
     quit left = {EXIT_OK};
     try {
