@@ -97,7 +97,7 @@ struct backend_ops {
     void (*copy)(struct backend *, struct mem to, struct mem from, uint64_t bytes);
     // Scratch of the operations' own: what one call needs at most (attend: for any sequences of up to n_tokens), and
     // making that much ready, so that no operation allocates; reserve returns nonzero when memory is short. allocated:
-    // bytes of alloc, grow and reserve that are in use now.
+    // bytes of alloc, grow and reserve that are in use now; any thread may ask, while the others take turns.
     uint64_t (*matmul_scratch)(struct backend *, const struct matmul_op *, const struct mat *w);
     uint64_t (*attend_scratch)(struct backend *, const struct attend_op *, const struct seg *, int64_t n_tokens);
     int32_t (*reserve)(struct backend *, uint64_t bytes);

@@ -4722,9 +4722,10 @@ struct backend {
     thread_pool pool;
     cpu_level level;
     buffer scratch;
-    vector<allocation> allocations; // few: a session makes some tens of them
-    const char *error = nullptr;    // the first since the last sync
-    bool no_memory = false;         // and whether it is a shortage of memory
+    vector<allocation> allocations;     // few: a session makes some tens of them
+    std::atomic<uint64_t> allocated{0}; // bytes of these and of scratch
+    const char *error = nullptr;        // the first since the last sync
+    bool no_memory = false;             // and whether it is a shortage of memory
 
     explicit backend(int n_threads) : pool(n_threads), level(cpu_detect()) {}
     ~backend() {
@@ -4748,11 +4749,13 @@ static void cpu_error(backend *be, const char *what, bool no_memory = false) {
 static int32_t cpu_reserve(backend *be, uint64_t bytes) {
     if (bytes <= be->scratch.size)
         return 0;
+    const uint64_t before = be->scratch.size;
     try {
         be->scratch = buffer(bytes, "scratch memory");
     } catch (const Error &) {
         return 1;
     }
+    be->allocated += bytes - before;
     return 0;
 }
 
@@ -5983,6 +5986,7 @@ static mem cpu_alloc(backend *be, uint64_t bytes) {
     try {
         if (p)
             be->allocations.push_back({p, bytes});
+        be->allocated += p ? bytes : 0;
     } catch (const std::bad_alloc &) {
         backend::allocation{p, bytes}.unmap();
         p = nullptr;
@@ -6001,6 +6005,7 @@ static backend::allocation *find_allocation(backend *be, mem m) {
 static void cpu_free(backend *be, mem m) {
     if (backend::allocation *a = find_allocation(be, m)) {
         a->unmap();
+        be->allocated -= a->bytes;
         *a = be->allocations.back();
         be->allocations.pop_back();
     }
@@ -6024,16 +6029,12 @@ static mem cpu_grow(backend *be, mem m, uint64_t, uint64_t bytes) {
     memcpy(p, a->data, a->bytes);
     a->unmap();
 #endif
+    be->allocated += bytes - a->bytes;
     *a = {static_cast<uint8_t *>(p), bytes};
     return {p, m.offset};
 }
 
-static uint64_t cpu_allocated(backend *be) {
-    uint64_t bytes = be->scratch.size;
-    for (const backend::allocation &a : be->allocations)
-        bytes += a.bytes;
-    return bytes;
-}
+static uint64_t cpu_allocated(backend *be) { return be->allocated.load(); }
 
 static mem cpu_weights(backend *, const void *host, uint64_t) { return {const_cast<void *>(host), 0}; }
 

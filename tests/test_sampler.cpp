@@ -531,7 +531,9 @@ TEST(Sampler, EqualLogitsAreOrderedById) {
     EXPECT_EQ(smp_survivors(flat, o, v.v, {}, room), (smp_set{0, 1, 2}));
     o.top_p = 0, o.typical_p = 0.0025f;
     EXPECT_EQ(smp_survivors(flat, o, v.v, {}, room), (smp_set{0, 1, 2}));
-    o.typical_p = 0, o.top_k = 4, o.xtc_probability = 1, o.xtc_threshold = 0.2f;
+    o.typical_p = 0, o.top_p = 3 / 1024.0f; // exactly three of them
+    EXPECT_EQ(smp_survivors(smp_floats(1024, 0), o, v.v, {}, room), (smp_set{0, 1, 2}));
+    o.top_p = 0, o.top_k = 4, o.xtc_probability = 1, o.xtc_threshold = 0.2f;
     EXPECT_EQ(smp_survivors(flat, o, v.v, {}, room), (smp_set{3}));
 }
 
