@@ -159,10 +159,10 @@ clean:
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 # All unit tests and the engine are one translation unit, so that they see its static functions and the engine is
-# compiled once more, not once per suite. Two suites see the engine from outside only, and in release builds only:
-# test_cli spawns the program, test_build looks at the library, the examples and the install.
+# compiled once more, not once per suite. Three suites see the engine from outside only, and in release builds only:
+# test_cli and test_chat spawn the program, test_build looks at the library, the examples and the install.
 
-OUTSIDE := tests/test_cli.cpp tests/test_build.cpp
+OUTSIDE := tests/test_cli.cpp tests/test_chat.cpp tests/test_build.cpp
 UNIT_TESTS := $(filter-out $(OUTSIDE),$(sort $(wildcard tests/test_*.cpp)))
 OUTSIDE_TESTS := $(if $(filter release,$(config)),$(patsubst tests/%.cpp,$(B)/%,$(wildcard $(OUTSIDE))))
 TEST_LINK := $(LINK) -lgtest -lgtest_main -ldl

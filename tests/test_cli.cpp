@@ -1,251 +1,11 @@
-// test_cli.cpp: the engine program from outside, through real pipes and a real terminal. The program is $ENGINE_BIN, or
-// ./engine in the repository's root; the model is the one in models/.
-#include "util.h"
+// test_cli.cpp: the command of the engine: pipes, options, signals, and what each command prints. The chat has its own
+// suite, test_chat.cpp.
+#include "program.h"
 
-#include <algorithm>
 #include <cmath>
-#include <pty.h>
 #include <sstream>
-#include <sys/ioctl.h>
-#include <termios.h>
-
-#include "gguf_writer.h"
 
 namespace {
-
-using test::command_result;
-
-std::string cli_engine() {
-    const char *bin = getenv("ENGINE_BIN");
-    return bin && *bin ? bin : test::root_path("engine");
-}
-std::string cli_model() {
-    const std::string own = test::root_path("models/tiny-chat-q8_0.gguf");
-    return test::exists(own) ? own : test::shared_path("tiny-chat/tiny-chat-q8_0.gguf");
-}
-
-// engine COMMAND MODEL args..., fed with `input`.
-command_result cli_run(const std::string &command, std::vector<std::string> args, const std::string &input = "",
-                       const std::string &model = cli_model()) {
-    args.insert(args.begin(), {cli_engine(), command, model});
-    return test::run(args, input);
-}
-// A shell line in which $E is the program and $M the model.
-command_result cli_shell(const std::string &line) {
-    return test::shell("E='" + cli_engine() + "'; M='" + cli_model() + "'; " + line);
-}
-
-bool cli_has(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
-bool cli_one_line(const std::string &s) { return s.size() > 1 && s.find('\n') == s.size() - 1; }
-
-// The numbers of the JSON list that follows "key":
-std::vector<double> cli_numbers(const std::string &json, const std::string &key) {
-    std::vector<double> out;
-    size_t at = json.find("\"" + key + "\":[");
-    EXPECT_NE(at, std::string::npos) << key << " is not in " << json.substr(0, 200);
-    if (at == std::string::npos)
-        return out;
-    for (const char *p = json.c_str() + json.find('[', at) + 1; *p && *p != ']';) {
-        char *end;
-        out.push_back(strtod(p, &end));
-        if (end == p || (*end != ',' && *end != ']')) {
-            ADD_FAILURE() << key << ": no number at " << std::string(p).substr(0, 40);
-            return out;
-        }
-        p = end + (*end == ',');
-    }
-    return out;
-}
-
-// Whether s is one JSON value (RFC 8259), moving p past it.
-bool cli_json(const char *&p) {
-    const auto skip = [&p] { p += strspn(p, " \t\r\n"); };
-    skip();
-    if (*p == '"') {
-        for (p++; *p && *p != '"'; p++)
-            if ((unsigned char)*p < 0x20 || (*p == '\\' && !strchr("\"\\/bfnrtu", *++p)))
-                return false;
-        return *p++ == '"';
-    }
-    if (*p == '{' || *p == '[') {
-        const char close = *p == '{' ? '}' : ']';
-        p++, skip();
-        for (bool first = true; *p != close; first = false) {
-            if (!first && *p++ != ',')
-                return false;
-            if (close == '}' && (skip(), *p != '"' || !cli_json(p) || (skip(), *p++ != ':')))
-                return false;
-            if (!cli_json(p))
-                return false;
-            skip();
-        }
-        p++;
-        return true;
-    }
-    for (const char *word : {"true", "false", "null"})
-        if (strncmp(p, word, strlen(word)) == 0) {
-            p += strlen(word);
-            return true;
-        }
-    char *end;
-    strtod(p, &end);
-    const bool number = end != p && (*p == '-' || (*p >= '0' && *p <= '9'));
-    p = end;
-    return number;
-}
-bool cli_is_json(const std::string &s) {
-    const char *p = s.c_str();
-    return cli_json(p) && strcmp(p, "\n") == 0;
-}
-
-// The program with its output in pipes, to be signalled while it works.
-struct cli_child {
-    pid_t pid = -1;
-    int in = -1, out = -1;
-
-    explicit cli_child(std::vector<std::string> args, bool terminal = false) {
-        args.insert(args.begin(), cli_engine());
-        int to[2], from[2];
-        if (terminal) {
-            winsize size = {24, 200, 0, 0};
-            pid = forkpty(&out, nullptr, nullptr, &size);
-        } else {
-            if (pipe2(to, O_CLOEXEC) || pipe2(from, O_CLOEXEC))
-                return;
-            pid = fork();
-        }
-        if (pid == 0) {
-            if (!terminal)
-                dup2(to[0], 0), dup2(from[1], 1);
-            std::vector<char *> argv;
-            for (std::string &a : args)
-                argv.push_back(&a[0]);
-            argv.push_back(nullptr);
-            execv(argv[0], argv.data());
-            _exit(127);
-        }
-        if (terminal) {
-            in = out;
-        } else {
-            close(to[0]), close(from[1]);
-            in = to[1], out = from[0];
-        }
-    }
-    ~cli_child() {
-        if (pid > 0) {
-            kill(pid, SIGKILL);
-            waitpid(pid, nullptr, 0);
-        }
-        if (in >= 0 && in != out)
-            close(in);
-        close(out);
-    }
-    cli_child(const cli_child &) = delete;
-
-    void type(const std::string &text) {
-        ASSERT_EQ(write(in, text.data(), text.size()), ssize_t(text.size())) << strerror(errno);
-    }
-    void close_input() { close(in), in = -1; }
-
-    // Types a text of any length, and reads what the program shows meanwhile: a terminal holds a few kB each way.
-    std::string paste(const std::string &text) {
-        std::string got;
-        fcntl(in, F_SETFL, O_NONBLOCK);
-        const time_t end = time(nullptr) + 60;
-        for (size_t at = 0; at < text.size() && time(nullptr) < end;) {
-            pollfd p = {in, POLLIN | POLLOUT, 0};
-            poll(&p, 1, 200);
-            char buf[4096];
-            const ssize_t n = p.revents & POLLIN ? read(in, buf, sizeof buf) : 0;
-            got.append(buf, size_t(std::max<ssize_t>(n, 0)));
-            const ssize_t put = p.revents & POLLOUT ? write(in, &text[at], std::min<size_t>(text.size() - at, 500)) : 0;
-            at += size_t(std::max<ssize_t>(put, 0));
-        }
-        fcntl(in, F_SETFL, 0);
-        return got;
-    }
-
-    // Reads until `mark` has come after what earlier calls returned, or to the end, or for `seconds`.
-    std::string read_until(const std::string &mark, int seconds = 60) {
-        std::string got;
-        const time_t end = time(nullptr) + seconds;
-        const auto found = [&] { // at the end, as it comes byte by byte
-            return got.size() >= mark.size() && got.compare(got.size() - mark.size(), mark.size(), mark) == 0;
-        };
-        while (!found() && time(nullptr) < end) {
-            pollfd p = {out, POLLIN, 0};
-            char buf[1];
-            if (poll(&p, 1, 200) <= 0)
-                continue;
-            const ssize_t n = read(out, buf, 1);
-            if (n <= 0)
-                break;
-            got.append(buf, size_t(n));
-        }
-        return got;
-    }
-    std::string rest() { return read_until("\x01never\x01", 60); }
-
-    // The exit status, 128 + n after signal n; -1 when it does not end within `seconds`.
-    int status(int seconds) {
-        int status = 0;
-        for (int i = 0; i < seconds * 100; i++) {
-            if (waitpid(pid, &status, WNOHANG) == pid) {
-                pid = -1;
-                return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + 1000 + WTERMSIG(status);
-            }
-            usleep(10000);
-        }
-        return -1;
-    }
-};
-
-// A text of about n tokens.
-std::string cli_long_text(int n) {
-    std::string s;
-    for (int i = 0; i < n; i++)
-        s += " dog";
-    return s;
-}
-
-// A model that says a fixed chain of tokens: token i is followed by next[i]. Its only layer adds nothing (its weights
-// are zero), each token has a direction of its own, and the output matrix turns that into the next token.
-void cli_write_chain(const std::string &path, const std::vector<std::string> &tokens, const std::vector<int> &next) {
-    const size_t width = 32, n = tokens.size();
-    std::vector<int32_t> types;
-    std::vector<float> scores, one(width, 1.0f), embd(width * n), output(width * n);
-    for (size_t i = 0; i < n; i++) {
-        types.push_back(tokens[i].size() == 6 && tokens[i][0] == '<' ? 6 : i == 0 ? 2 : i < 3 ? 3 : 1);
-        scores.push_back(-float(i));
-        embd[i * width + i] = 1;
-        output[size_t(next[i]) * width + i] = 1;
-    }
-    gguf_writer w;
-    w.add_string("general.architecture", "llama");
-    w.add_u32("llama.block_count", 1);
-    w.add_u32("llama.context_length", 256);
-    w.add_u32("llama.embedding_length", width);
-    w.add_u32("llama.feed_forward_length", width);
-    w.add_u32("llama.attention.head_count", 1);
-    w.add_f32("llama.attention.layer_norm_rms_epsilon", 1e-5f);
-    w.add_string("tokenizer.ggml.model", "llama");
-    w.add_strings("tokenizer.ggml.tokens", tokens);
-    w.add_f32s("tokenizer.ggml.scores", scores);
-    w.add_i32s("tokenizer.ggml.token_type", types);
-    w.add_u32("tokenizer.ggml.unknown_token_id", 0);
-    w.add_u32("tokenizer.ggml.bos_token_id", 1);
-    w.add_u32("tokenizer.ggml.eos_token_id", 2);
-    w.add_bool("tokenizer.ggml.add_bos_token", false);
-    w.add_bool("tokenizer.ggml.add_space_prefix", false);
-    w.add_floats("token_embd.weight", {width, n}, embd);
-    w.add_floats("output.weight", {width, n}, output);
-    w.add_floats("output_norm.weight", {width}, one);
-    for (const char *name : {"attn_norm", "ffn_norm"})
-        w.add_floats(std::string("blk.0.") + name + ".weight", {width}, one);
-    for (const char *name : {"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
-        w.add_tensor(std::string("blk.0.") + name + ".weight", 0, {width, width});
-    test::write_file(path, w.bytes());
-}
 
 // ---- the pipe contract ----
 
@@ -444,10 +204,11 @@ TEST(Cli, StopsPrefillOnASignal) {
 }
 
 TEST(Cli, SaysHowFarAnInterruptedPrefillCame) {
-    cli_child child({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1"}, true); // a terminal has stderr as well
+    cli_child child({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1"},
+                    cli_terminal()); // a terminal has stderr as well
     EXPECT_TRUE(cli_has(child.read_until("no prompt"), "no prompt"));
     const std::string text = "--prompt=" + cli_long_text(1900);
-    cli_child prefill({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1", text}, true);
+    cli_child prefill({"run", cli_model(), "--raw", "--chunk", "1", "-t", "1", text}, cli_terminal());
     // The terminal is stdin too, so that nothing more is read; -p alone starts the work.
     usleep(300000);
     kill(prefill.pid, SIGINT);
@@ -466,7 +227,7 @@ TEST(Cli, SaysHowFarAnInterruptedPrefillCame) {
 TEST(Cli, StopsPerplexityOnASignal) {
     test::temp_dir dir;
     test::write_file(dir / "text", cli_long_text(40000));
-    cli_child child({"perplexity", cli_model(), "-f", dir / "text", "-c", "16", "-t", "1"}, true);
+    cli_child child({"perplexity", cli_model(), "-f", dir / "text", "-c", "16", "-t", "1"}, cli_terminal());
     const std::string bar = child.read_until("perplexity [");
     ASSERT_TRUE(cli_has(bar, "perplexity [")) << bar;
     kill(child.pid, SIGINT);
@@ -480,6 +241,18 @@ TEST(Cli, StopsReadingOnASignal) {
     usleep(200000); // stdin stays open and silent
     ASSERT_EQ(kill(child.pid, SIGINT), 0);
     EXPECT_EQ(child.status(5), 130);
+}
+
+TEST(Cli, LeavesAnIgnoredSignalIgnored) {
+    cli_place place;
+    place.ignore_interrupt = true;
+    cli_child child({"run", cli_model(), "-q", "-p", "Tell me a story", "--ignore-eos", "-n", "60"}, place);
+    child.close_input();
+    char c;
+    ASSERT_EQ(read(child.out, &c, 1), 1);
+    kill(child.pid, SIGINT);
+    child.rest();
+    EXPECT_EQ(child.status(10), 0);
 }
 
 // ---- options ----
@@ -530,6 +303,27 @@ TEST(Cli, RefusesWrongUsage) {
         {{"tokenize", m, "--decode", "--no-bos"}, "--no-bos"},
         {{"tokenize", m, "-p", "x", "-f", "y"}, "give one"},
         {{"perplexity", m, "-c", "1"}, "from 2"},
+        {{"run", m, "--repeat-last-n", "0"}, "'0' is not a whole number from 1 to 2147483647, or -1 for all"},
+        {{"run", m, "--dry-last-n", "-2"}, "or -1 for all"},
+        {{"run", m, "--repeat-penalty", "101"}, "from 0 to 100"},
+        {{"run", m, "--presence-penalty", "-101"}, "from -100 to 100"},
+        {{"run", m, "--xtc-threshold", "0.6"}, "to 0.5"},
+        {{"run", m, "--dry-base", "0"}, "from 1 to 100"},
+        {{"run", m, "--typical", "0"}, "from 1e-06 to 1"},
+        {{"run", m, "--logit-bias", "5"}, "ID+X, ID-X or ID=X"},
+        {{"run", m, "--logit-bias", "x+1"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5+inf"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5=nan"}, "ID+X"},
+        {{"run", m, "--logit-bias", "5+-1"}, "ID+X"},
+        {{"run", m, "--think", "maybe"}, "'maybe' is not one of on|off"},
+        {{"run", m, "--reasoning", ""}, "one of stderr|tagged|hide"},
+        {{"run", m, "--template-arg", "x", "-p", "y"}, "'x' is not NAME=VALUE"},
+        {{"run", m, "--messages", "x", "-p", "y"}, "cannot be used with -p"},
+        {{"chat", m, "--messages", "x"}, "--messages is no option of 'chat'"},
+        {{"info", m, "--session", "x"}, "--session is no option of 'info'"},
+        {{"plan", m, "--temp", "1"}, "--temp is no option of 'plan'"},
+        {{"plan", m, "-p", "0"}, "from 1"},
+        {{"run", m, "--dry-sequence-breaker", "x"}, "Did you mean --dry-breaker?"},
         {{"bench", m, "-p", "0", "-n", "0"}, "nothing to measure"},
         {{"bench", m, "--depth", "1,,2"}, "commas between"},
     };
@@ -578,7 +372,7 @@ TEST(Cli, HelpsOnStdout) {
 }
 
 TEST(Cli, NamesAMissingModel) {
-    for (const char *command : {"run", "chat", "tokenize", "info", "perplexity", "bench"}) {
+    for (const char *command : {"run", "chat", "tokenize", "info", "perplexity", "bench", "plan"}) {
         const command_result r = cli_run(command, {}, "text", "/nowhere/x.gguf");
         EXPECT_EQ(r.code, 1) << command;
         EXPECT_EQ(r.out, "") << command;
@@ -609,6 +403,190 @@ TEST(Cli, RepeatsAnAnswerFromItsSeed) {
     EXPECT_EQ(cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "5", "--top-k", "1"}).out,
               cli_run("run", {"-p", "Hi", "-n", "8", "--temp", "0"}).out)
         << "one candidate is the greedy one";
+}
+
+TEST(Cli, TakesEverySamplingOption) {
+    const auto ids = [](std::vector<std::string> args) {
+        args.insert(args.end(), {"-p", "Tell me a story", "-n", "12", "--json", "-q"});
+        const command_result r = cli_run("run", args);
+        EXPECT_EQ(r.code, 0) << r.err;
+        return cli_numbers(r.out, "ids");
+    };
+    const std::vector<double> greedy = ids({"--temp", "0"});
+    ASSERT_EQ(greedy.size(), 12u);
+    const std::string first = std::to_string(int(greedy[0])), second = std::to_string(int(greedy[1]));
+    EXPECT_NE(ids({"--temp", "0", "--logit-bias", first + "=-inf"})[0], greedy[0]);
+    EXPECT_NE(ids({"--temp", "0", "--logit-bias", first + "-100"})[0], greedy[0]);
+    EXPECT_EQ(ids({"--temp", "0", "--logit-bias", second + "+100", "--ignore-eos"}),
+              std::vector<double>(12, greedy[1]));
+    EXPECT_EQ(ids({"--temp", "0", "--logit-bias", second + "=100", "--logit-bias", second + "-100"})[0], greedy[0])
+        << "several biases add up";
+    const command_result none = cli_run("run", {"-p", "x", "--logit-bias", "2048=1"});
+    EXPECT_EQ(none.code, 1);
+    EXPECT_TRUE(cli_has(none.err, "there is no token 2048")) << none.err;
+    // Without a repetition, and with one that is forbidden.
+    const std::vector<std::string> loop = {"--temp", "0", "--ignore-eos", "--logit-bias", second + "+30"};
+    const auto with = [&](std::vector<std::string> more) {
+        more.insert(more.end(), loop.begin(), loop.end());
+        return ids(more);
+    };
+    const std::vector<double> repeated = with({});
+    EXPECT_EQ(repeated, std::vector<double>(12, greedy[1]));
+    EXPECT_NE(with({"--presence-penalty", "60"}), repeated);
+    EXPECT_NE(with({"--frequency-penalty", "60"}), repeated);
+    EXPECT_NE(with({"--repeat-penalty", "100"}), repeated);
+    EXPECT_NE(with({"--frequency-penalty", "10", "--repeat-last-n", "-1"}),
+              with({"--frequency-penalty", "10", "--repeat-last-n", "1"}));
+    const std::vector<std::string> dry = {"--dry-multiplier", "50", "--dry-base", "2", "--dry-allowed-length", "2"};
+    EXPECT_NE(with(dry), repeated);
+    std::vector<std::string> broken = dry;
+    std::string piece = cli_run("tokenize", {"--decode"}, second).out;
+    broken.insert(broken.end(), {"--dry-breaker", piece, "--dry-last-n", "-1"});
+    EXPECT_EQ(with(broken), repeated) << "no repetition reaches beyond " << piece;
+    const std::vector<std::string> draw = {"--temp", "1",       "--seed", "3",       "--top-k",
+                                           "0",      "--min-p", "0",      "--top-p", "1"};
+    const auto drawn = [&](std::vector<std::string> more) {
+        more.insert(more.end(), draw.begin(), draw.end());
+        return ids(more);
+    };
+    EXPECT_NE(drawn({"--xtc-probability", "1", "--xtc-threshold", "0.01"}), drawn({}));
+    EXPECT_EQ(drawn({"--typical", "1"}), drawn({}));
+    EXPECT_NE(drawn({"--typical", "0.01"}), drawn({}));
+}
+
+TEST(Cli, TakesDefaultsFromTheModel) {
+    test::temp_dir dir;
+    const std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "a", "b"};
+    cli_write_chain(dir / "m.gguf", tokens, {2, 2, 2, 4, 2},
+                    [](gguf_writer &w) { w.add_f32("general.sampling.temp", 0); });
+    EXPECT_FALSE(cli_has(cli_run("run", {"-p", "a"}, "", dir / "m.gguf").err, "seed"));
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "a", "--temp", "1"}, "", dir / "m.gguf").err, "seed"));
+    cli_chat chat({}, cli_terminal(), dir / "m.gguf");
+    EXPECT_TRUE(cli_has(chat.greeting, "as the model's file asks") && cli_has(chat.greeting, "temp 0,"))
+        << chat.greeting;
+    EXPECT_EQ(chat.leave(), 0);
+}
+
+// ---- templates and conversations ----
+
+std::vector<double> cli_prompt(std::vector<std::string> args, const std::string &input = "",
+                               const std::string &model = cli_model()) {
+    args.insert(args.end(), {"--logits", "-q"});
+    const command_result r = cli_run("run", args, input, model);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return cli_numbers(r.out, "prompt_ids");
+}
+
+TEST(Cli, TakesAnotherTemplate) {
+    test::temp_dir dir;
+    test::write_file(dir / "t",
+                     "{{ messages[0].content }}{% if x is defined %} x{{ x + x }}{% endif %}"
+                     "{% if enable_thinking is defined %}{{ ' yes' if enable_thinking else ' no' }}{% endif %}");
+    const std::string t = dir / "t";
+    const auto raw = [](const std::string &text) { return cli_prompt({"--raw", "-p", text}); };
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t}), raw("one"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", "x=2"}), raw("one x4"));
+    for (const char *x : {"x=a=b", "x=\"a=b\"", "x=  \"a\\u003db\""}) // JSON, or else the text itself
+        EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", x}), raw("one xa=ba=b")) << x;
+    for (const char *x : {"x=02", "x=2.", "x=tru", "x=[", "x=\"", "x=1 2"}) {
+        const std::string value = x + 2;
+        EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", x}), raw("one x" + value + value)) << x;
+    }
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--think", "on"}), raw("one yes"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--think", "off"}), raw("one no"));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", t, "--template-arg", "enable_thinking=true"}), raw("one yes"));
+    // No option is dropped without a word.
+    const auto says = [](const std::vector<std::string> &args) {
+        std::vector<std::string> all = args;
+        all.insert(all.end(), {"-p", "x", "-n", "1"});
+        return cli_run("run", all).err;
+    };
+    EXPECT_TRUE(cli_has(says({"--think", "on"}), "does not mention enable_thinking"));
+    EXPECT_TRUE(cli_has(says({"--template-arg", "y=1"}), "does not mention y"));
+    EXPECT_TRUE(cli_has(says({"--raw", "--think", "on"}), "no chat template is used"));
+    EXPECT_EQ(cli_run("run", {"-p", "x", "--template", dir / "none"}).code, 1);
+    test::write_file(dir / "bad", "{{ messages[0].content | nonsense }}");
+    const command_result bad = cli_run("run", {"-p", "x", "--template", dir / "bad"});
+    EXPECT_EQ(bad.code, 1);
+    EXPECT_TRUE(cli_has(bad.err, "nonsense")) << bad.err;
+    test::write_file(dir / "refuses", "{{ raise_exception('no such luck') }}");
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "refuses"}).err, "no such luck"));
+    test::write_file(dir / "nul", std::string("{{ 1 }}\0x", 9));
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "nul"}).err, "NUL"));
+    // A model that has none of its own talks with the one that is given.
+    cli_write_chain(dir / "m.gguf", {"<unk>", "<s>", "</s>", "a", "b", "c"}, {2, 2, 2, 4, 5, 2});
+    test::write_file(dir / "b", "{{ messages[0].content }}b");
+    const command_result given =
+        cli_run("run", {"-p", "a", "--template", dir / "b", "--temp", "0"}, "", dir / "m.gguf");
+    EXPECT_EQ(given.out, "c\n") << given.err;
+    EXPECT_FALSE(cli_has(given.err, "no chat template")) << given.err;
+}
+
+TEST(Cli, TakesAConversation) {
+    test::temp_dir dir;
+    const std::string file = dir / "talk";
+    test::write_file(
+        file, "[{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\",\"content\":\"H\\u00e9llo\"}]\n");
+    const std::vector<double> ids = cli_prompt({"-s", "Be brief.", "-p", "H\xc3\xa9llo"});
+    EXPECT_EQ(cli_prompt({"--messages", file}), ids);
+    EXPECT_EQ(cli_prompt({"--messages", "-"}, test::read_file(file)), ids);
+    const struct {
+        std::string text;
+        const char *says;
+    } cases[] = {{"", "talk: line 1"},
+                 {"{}", "array"},
+                 {"[1]", "object"},
+                 {"[{\"role\":\"user\"}", ""},
+                 {std::string("[\0]", 3), "NUL"}};
+    for (const auto &c : cases) {
+        test::write_file(file, c.text);
+        const command_result r = cli_run("run", {"--messages", file});
+        EXPECT_EQ(r.code, 1) << c.text;
+        EXPECT_EQ(r.out, "");
+        EXPECT_TRUE(cli_has(r.err, c.says)) << r.err;
+    }
+    // Beside a session that has a conversation of its own it would be unclear which one counts.
+    test::write_file(file, "[{\"role\":\"user\",\"content\":\"Hello\"}]");
+    EXPECT_EQ(cli_run("run", {"--messages", file, "-n", "1", "--session", dir / "cache"}).code, 0);
+    const command_result again = cli_run("run", {"--messages", file, "-n", "1", "--session", dir / "cache"});
+    EXPECT_TRUE(again.code == 0 && !cli_has(again.err, "(0 reused)")) << again.err;
+    ASSERT_EQ(cli_run("run", {"-p", "Hi", "-n", "1", "--session", dir / "talked"}).code, 0);
+    const command_result both = cli_run("run", {"--messages", file, "--session", dir / "talked"});
+    EXPECT_EQ(both.code, 1);
+    EXPECT_TRUE(cli_has(both.err, "holds a conversation of 2 messages")) << both.err;
+}
+
+TEST(Cli, KeepsReasoningApart) {
+    test::temp_dir dir;
+    const std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "a", "<think>", "b", "</think>", "c"};
+    cli_write_chain(dir / "m.gguf", tokens, {2, 2, 2, 4, 5, 6, 7, 2},
+                    [](gguf_writer &w) { w.add_string("tokenizer.chat_template", "{{ messages[-1].content }}"); });
+    const auto run = [&](std::vector<std::string> more) {
+        more.insert(more.end(), {"-p", "a", "--temp", "0"});
+        return cli_run("run", more, "", dir / "m.gguf");
+    };
+    command_result r = run({});
+    EXPECT_EQ(r.out, "c\n") << r.err;
+    EXPECT_TRUE(cli_has(r.err, "<think>\nb\n</think>\n")) << r.err;
+    EXPECT_TRUE(cli_has(r.err, "of them reasoning")) << r.err;
+    r = run({"-q"});
+    EXPECT_EQ(r.out + r.err, "c\n");
+    r = run({"--reasoning", "tagged", "-q"});
+    EXPECT_EQ(r.out, "<think>\nb\n</think>\nc\n") << r.err;
+    r = run({"--reasoning", "hide"});
+    EXPECT_EQ(r.out, "c\n");
+    EXPECT_FALSE(cli_has(r.err, "<think>")) << r.err;
+    r = run({"--reasoning", "tagged", "-q", "-n", "2"});
+    EXPECT_EQ(r.out, "<think>\nb\n</think>\n\n") << "the mark is closed where the answer ends before it begins";
+    r = run({"--json", "-q"});
+    EXPECT_TRUE(cli_is_json(r.out) && cli_has(r.out, "{\"text\":\"c\",\"reasoning\":\"b\",")) << r.out;
+    EXPECT_EQ(run({"--raw", "-q"}).out, "<think>b</think>c\n") << "raw is raw";
+    cli_chat chat({"--temp", "0"}, cli_terminal(), dir / "m.gguf");
+    EXPECT_TRUE(cli_has(chat.say("a"), "<think>\r\nb\r\n</think>\r\nc\r\n"));
+    EXPECT_TRUE(cli_has(chat.exported(), "\"assistant\",\"content\":\"c\"")) << "it is no part of the conversation";
+    chat.say("/set reasoning hide");
+    EXPECT_FALSE(cli_has(chat.say("/regen"), "<think>"));
+    EXPECT_EQ(chat.leave(), 0);
 }
 
 TEST(Cli, StopsBeforeAStopString) {
@@ -727,6 +705,70 @@ TEST(Cli, PrintsAModelsFacts) {
     EXPECT_TRUE(cli_is_json(meta.out)) << meta.out;
     EXPECT_TRUE(cli_has(meta.out, "\"general.architecture\":\"qwen3\"")) << meta.out;
     EXPECT_TRUE(cli_has(cli_run("info", {"--meta"}).out, "qwen3.block_count = 4"));
+    // Keys and values that look like each other.
+    test::temp_dir dir;
+    cli_write_chain(dir / "m.gguf", {"<unk>", "<s>", "</s>"}, {2, 2, 2}, [](gguf_writer &w) {
+        w.add_string("k", "one\nk = two\ngeneral.architecture = x");
+        w.add_string("k = k", "v = w");
+        w.add_string("k = k = v", "w");
+        w.add_string("l = m", "");
+        for (int i = 0; i < 20000; i++)
+            w.add_u32("many." + std::to_string(i), uint32_t(i));
+    });
+    const command_result odd = cli_run("info", {"--json", "--meta"}, "", dir / "m.gguf");
+    EXPECT_TRUE(cli_is_json(odd.out)) << odd.out.substr(0, 2000);
+    for (const char *part :
+         {"\"k\":\"one\\nk = two\\ngeneral.architecture = x\"", "\"k = k\":\"v = w\"", "\"k = k = v\":\"w\"",
+          "\"l = m\":\"\"", "\"general.architecture\":\"llama\"", "\"many.19999\":\"19999\""})
+        EXPECT_TRUE(cli_has(odd.out, part)) << part;
+}
+
+TEST(Cli, PlansMemoryAndSpeed) {
+    const auto value = [](const std::string &json, const std::string &key) {
+        const size_t at = json.find("\"" + key + "\":");
+        EXPECT_NE(at, std::string::npos) << key << " in " << json;
+        return at == std::string::npos ? 0 : atof(json.c_str() + at + key.size() + 3);
+    };
+    const command_result plan = cli_run("plan", {"--json", "-c", "8192", "-p", "100", "-n", "7"});
+    EXPECT_EQ(plan.code, 0) << plan.err;
+    EXPECT_TRUE(cli_is_json(plan.out)) << plan.out;
+    double sum = 0;
+    for (const char *part :
+         {"weight_bytes", "widened_bytes", "cache_bytes", "work_bytes", "scratch_bytes", "session_bytes"})
+        sum += value(plan.out, part);
+    EXPECT_EQ(value(plan.out, "needed_bytes"), sum);
+    EXPECT_EQ(value(plan.out, "n_ctx"), 8192);
+    EXPECT_EQ(value(plan.out, "cache_bytes"), 64 * value(plan.out, "page_bytes"));
+    EXPECT_EQ(value(plan.out, "weight_bytes"), value(cli_run("info", {"--json"}).out, "weight_bytes"));
+    // One row per doubling of the context, each with more cache and a lower bound of speed.
+    double rows = 0, cache = 0, rate = HUGE_VAL;
+    for (size_t at = plan.out.find("\"contexts\""); (at = plan.out.find("{\"n_ctx\"", at)) != std::string::npos; at++) {
+        const std::string row = plan.out.substr(at, plan.out.find('}', at) - at);
+        EXPECT_EQ(value(row, "n_ctx"), 2048 << int(rows++)) << row;
+        EXPECT_GT(value(row, "cache_bytes"), cache) << row;
+        EXPECT_LT(value(row, "decode_tok_s"), rate) << row;
+        cache = value(row, "cache_bytes"), rate = value(row, "decode_tok_s");
+    }
+    EXPECT_EQ(rows, 3);
+    const double bandwidth = value(plan.out, "bandwidth_gb_s") * 1e9;
+    EXPECT_NEAR(rate, bandwidth / (value(plan.out, "decode_bytes") + value(plan.out, "decode_kv_bytes")), rate * 1e-6);
+    EXPECT_GT(value(plan.out, "int8_macs_s"), 0);
+    EXPECT_EQ(value(plan.out, "prompt_tokens"), 100);
+    EXPECT_EQ(value(plan.out, "answer_tokens"), 7);
+    EXPECT_NEAR(value(plan.out, "prefill_tok_s") * value(plan.out, "prefill_s"), 100, 1e-3);
+    EXPECT_TRUE(cli_has(plan.out, value(plan.out, "prefill_s") > value(plan.out, "decode_s")
+                                      ? "\"bottleneck\":\"prefill\""
+                                      : "\"bottleneck\":\"decode\""));
+    const command_result text = cli_run("plan", {"--kv", "q8_0"});
+    EXPECT_EQ(text.code, 0) << text.err;
+    for (const char *part : {"q8_0", "per token", "scratch", "largest context", "2048 ", "GB/s", "512 tokens",
+                             "an answer of 256", "will be the bottleneck"})
+        EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+    const command_result wrong = cli_run("plan", {"--kv", "q9"});
+    EXPECT_EQ(wrong.code, 1);
+    EXPECT_TRUE(cli_has(wrong.err, "q9")) << wrong.err;
+    EXPECT_EQ(cli_run("run", {"-p", "x", "--kv", "q9"}).code, 1);
+    EXPECT_EQ(cli_run("run", {"-p", "x", "-n", "4", "--kv", "q8_0"}).code, 0);
 }
 
 // The mean over a window is the mean of what single prompts give.
@@ -804,204 +846,24 @@ TEST(Cli, MeasuresSpeed) {
         EXPECT_NEAR(value(row, "bandwidth_share"), speed / bandwidth, 1e-6 * speed / bandwidth) << row;
     }
     EXPECT_EQ(rows, 4);
+    // The verdicts say the same as the rows.
+    const size_t second = json.out.find("{\"depth\":5,\"ttft_s\"");
+    ASSERT_NE(second, std::string::npos) << json.out;
+    const std::string verdict = json.out.substr(second);
+    EXPECT_GT(value(verdict, "ttft_s"), 0);
+    EXPECT_GE(value(verdict, "itl_p99_s"), value(verdict, "itl_p50_s"));
+    EXPECT_GT(value(verdict, "int8_share"), 0);
+    EXPECT_GT(value(verdict, "bandwidth_share"), 0);
+    EXPECT_TRUE(cli_has(verdict, "\"bound\":\"decode\"") || cli_has(verdict, "\"bound\":\"prefill\"")) << verdict;
+    EXPECT_TRUE(cli_has(verdict, "4 prompt tokens take") && cli_has(verdict, "3 answer tokens")) << verdict;
     std::istringstream lines(text.out);
     for (std::string line; std::getline(lines, line);)
         EXPECT_LE(line.size(), 100u) << line;
     EXPECT_FALSE(cli_has(cli_run("bench", {"-p", "4", "-n", "0", "-r", "1"}).out, "GB/s  of"))
         << "columns that only decode rows fill";
-    for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode"})
+    for (const char *part : {"memory bandwidth", "generic path", "threads", "prefill", "decode", "TTFT", "ITL p50",
+                             "int8 peak", "-bound: 4 prompt tokens take"})
         EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
-}
-
-// ---- on a terminal ----
-
-TEST(Cli, ChatsOnATerminal) {
-    cli_child chat({"chat", cli_model(), "--temp", "0"}, true);
-    EXPECT_TRUE(cli_has(chat.read_until("> "), "/help")) << "the greeting";
-    chat.type("What is your name?\n");
-    std::string got = chat.read_until("tok/s");
-    got += chat.read_until("> ");
-    EXPECT_TRUE(cli_has(got, "tiny-chat")) << got;
-    EXPECT_TRUE(cli_has(got, "(0 reused)")) << got;
-    EXPECT_FALSE(cli_has(got, "\x1b[3")) << "colour";
-    chat.type("Hello\n");
-    got = chat.read_until("tok/s");
-    got += chat.read_until("> ");
-    EXPECT_TRUE(cli_has(got, "reused)") && !cli_has(got, "(0 reused)")) << "the conversation goes on: " << got;
-    chat.type("/regen\n");
-    EXPECT_TRUE(cli_has(chat.read_until("(stop)"), "| answer "));
-    chat.read_until("> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "4 messages"));
-    chat.type("/system Be brief.\n");
-    EXPECT_TRUE(cli_has(chat.read_until("system message set"), "system message set"));
-    chat.read_until("> ");
-    chat.type("/system\n");
-    EXPECT_TRUE(cli_has(chat.read_until("Be brief."), "Be brief."));
-    chat.type("/clear\n");
-    EXPECT_TRUE(cli_has(chat.read_until("cleared"), "cleared"));
-    chat.type("/hlep\n");
-    EXPECT_TRUE(cli_has(chat.read_until("/help?"), "Did you mean /help?"));
-    chat.type("/clear now\n");
-    EXPECT_TRUE(cli_has(chat.read_until("argument"), "/clear takes no argument"));
-    chat.read_until("> ");
-    chat.type("/exit now\n");
-    EXPECT_TRUE(cli_has(chat.read_until("argument"), "/exit takes no argument"));
-    chat.read_until("> ");
-    chat.type("  /help\n");
-    const std::string help = chat.read_until("Ctrl-C");
-    EXPECT_TRUE(cli_has(help, "/regen") && cli_has(help, "/?")) << help;
-    chat.type("\"\"\"one\ntwo\"\"\"\n");
-    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "tok/s")) << "a block is one message";
-    chat.read_until("> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
-    chat.type("/bye\n");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, LeavesAChatWithCtrlD) {
-    cli_child chat({"chat", cli_model(), "-q"}, true);
-    chat.read_until("> ");
-    chat.type("\x04");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, StopsAnAnswerWithCtrlCAndLeavesWithASecond) {
-    cli_child chat({"chat", cli_model(), "-q", "--ignore-eos"}, true);
-    chat.read_until("> ");
-    chat.type("Tell me a story\n");
-    chat.read_until("story");
-    ASSERT_FALSE(chat.read_until("e", 30).empty()); // the answer has begun
-    chat.type("\x03");
-    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "\n> ")) << "back at the prompt";
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages")) << "a partial answer is kept";
-    chat.read_until("> ");
-    chat.type("\x03");
-    EXPECT_TRUE(cli_has(chat.read_until("> "), "> ")) << "something was entered since: this is a first one again";
-    chat.type("\x03");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 130);
-}
-
-TEST(Cli, StopsPrefillInAChatWithCtrlC) {
-    cli_child chat({"chat", cli_model(), "-q", "--chunk", "1", "-t", "1", "-s", cli_long_text(1800)}, true);
-    chat.read_until("> ");
-    chat.type("Hello\n");
-    usleep(100000);
-    chat.type("\x03");
-    EXPECT_TRUE(cli_has(chat.read_until("\n> "), "\n> "));
-    chat.type("\x04");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, KeepsAChatAliveWhenItsContextIsFull) {
-    cli_child chat({"chat", cli_model(), "-c", "40", "--ignore-eos"}, true);
-    chat.read_until("> ");
-    chat.type(cli_long_text(60) + "\n");
-    std::string got = chat.read_until("with -c");
-    EXPECT_TRUE(cli_has(got, "not answered") && cli_has(got, "context of 40") && cli_has(got, "/clear")) << got;
-    chat.read_until("> ");
-    chat.type("Hi\n");
-    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "is full")) << "what was refused is gone";
-    for (int i = 0; i < 3; i++) { // the context is full now, and stays so
-        chat.read_until("\n> ");
-        chat.type("Hi\n");
-        got = chat.read_until("with -c");
-        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "| answer")) << got;
-    }
-    chat.read_until("> ");
-    chat.type("/clear\n");
-    chat.read_until("> ");
-    chat.type("Hi\n");
-    EXPECT_TRUE(cli_has(chat.read_until("tok/s"), "prompt ")) << "answers again";
-    chat.read_until("\n> ");
-    chat.type("/exit\n");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-// TERM=dumb and an editor, or none: lines that come together are one message.
-TEST(Cli, TakesAPasteAsOneMessage) {
-    cli_child chat({"chat", cli_model(), "-n", "1"}, true);
-    chat.read_until("> ");
-    std::string shown = chat.paste("one\n\ttwo\n\nthree\n");
-    shown += chat.read_until("\n> ");
-    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 tokens")) << shown;
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
-    chat.read_until("> ");
-    shown = chat.paste("four\nfive"); // its last line has no end yet
-    if (!cli_has(shown, "five"))
-        shown += chat.read_until("five");
-    chat.type(" six\n");
-    shown += chat.read_until("| answer");
-    EXPECT_TRUE(cli_has(shown, "six")) << shown;
-    chat.read_until("\n> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "4 messages"));
-    chat.read_until("> ");
-    chat.paste("/clear\nseven\n\"\"\"eight\n"); // a command is a line
-    EXPECT_TRUE(cli_has(chat.read_until("| answer"), "cleared"));
-    chat.read_until("\n> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
-    chat.read_until("> ");
-    chat.paste("nine\n\x04"); // answered before the end takes effect
-    EXPECT_TRUE(cli_has(chat.read_until("| answer"), "| answer"));
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, TakesALargePaste) {
-    cli_child chat({"chat", cli_model()}, true);
-    chat.read_until("> ");
-    std::string text;
-    for (int i = 0; text.size() < 100000; i++)
-        text += "line " + std::to_string(i) + " of a long text that goes into the conversation\r";
-    // All of it is one prompt, so none of it fits the context, and the tokens say that nothing was lost.
-    const size_t least = cli_numbers(cli_run("tokenize", {"--json", "--no-bos"}, text).out, "ids").size();
-    std::string shown = chat.paste(text);
-    if (!cli_has(shown, "not answered"))
-        shown += chat.read_until("not answered");
-    shown = shown.substr(shown.rfind("not answered")) + chat.read_until("with -c");
-    int tokens = 0;
-    ASSERT_EQ(sscanf(shown.c_str(), "not answered: with this message the prompt has %d tokens", &tokens), 1) << shown;
-    EXPECT_NEAR(double(tokens), double(least), 100);
-    chat.read_until("> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "0 messages"));
-    chat.type("/exit\n");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, SendsABlockThatCtrlDEnds) {
-    cli_child chat({"chat", cli_model(), "-n", "1"}, true);
-    chat.read_until("> ");
-    chat.type("\"\"\"one\n");
-    chat.read_until("... ");
-    chat.type("two\n");
-    chat.read_until("... ");
-    chat.type("\x04");
-    EXPECT_TRUE(cli_has(chat.read_until("| answer 1"), "| answer 1"));
-    chat.read_until("\n> ");
-    chat.type("/stats\n");
-    EXPECT_TRUE(cli_has(chat.read_until("messages"), "2 messages"));
-    chat.read_until("> ");
-    chat.type("\x04");
-    chat.rest();
-    EXPECT_EQ(chat.status(5), 0);
-}
-
-TEST(Cli, NeedsAPromptOnATerminal) {
-    cli_child run({"run", cli_model()}, true);
-    EXPECT_TRUE(cli_has(run.rest(), "no prompt"));
-    EXPECT_EQ(run.status(5), 2);
 }
 
 } // namespace
