@@ -1152,7 +1152,7 @@ struct opened {
     template <class T, class F> T fill(size_t guess, size_t extra, F get) const {
         for (T out;;) {
             out.resize(guess);
-            const size_t n = size_t(check(get(&out[0], out.size())));
+            const size_t n = size_t(check(get(out.data(), out.size())));
             guess = n + extra;
             if (guess <= out.size()) {
                 out.resize(n);
