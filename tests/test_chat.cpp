@@ -765,11 +765,13 @@ TEST(Sessions, AreWhatTheirHistorySays) {
     bool saved[3] = {};
     int turns = 0, cancelled = 0, loaded = 0;
     // A cancel may come before, in or after the work: the chat is at its prompt again when it answers a command.
+    int asked = 0;
     const auto settle = [&] {
         usleep(20000);
-        for (int i = 0; i < 20; i++) {
-            chat.type("/set seed\n");
-            if (cli_has(chat.until("  seed               ", 1), "  seed               "))
+        for (int i = 0; i < 20; i++) { // what was typed before the signal may be lost
+            const std::string word = "'try-" + std::to_string(asked++) + "'";
+            chat.type("/set " + word.substr(1, word.size() - 2) + "\n");
+            if (cli_has(chat.until(word, 2), word))
                 break;
         }
         chat.until("\n> ");
