@@ -8596,6 +8596,8 @@ struct file_writer {
             path = real;
         part = path + ".part";
         struct stat open_file, named;
+        if (!stat(path.c_str(), &named) && !S_ISREG(named.st_mode))
+            fail(ENGINE_EIO, "%s: is not a file", show_path(path).c_str());
         do {
             file.reset(open(part.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
             if (file.fd < 0 || fstat(file.fd, &open_file))

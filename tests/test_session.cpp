@@ -332,6 +332,11 @@ TEST(SessionFile, AFullDiskLeavesTheOldFile) {
     EXPECT_EQ(engine_save(s.s, (dir / "no/such/folder").c_str(), &s.err), ENGINE_EIO);
     EXPECT_EQ(engine_save(s.s, dir.path.c_str(), &s.err), ENGINE_EIO) << "a folder is not replaced";
     EXPECT_NE(access((dir.path + ".part").c_str(), F_OK), 0);
+    ASSERT_EQ(mkfifo((dir / "pipe").c_str(), 0600), 0);
+    for (const std::string &path : {dir / "pipe", std::string("/dev/null")}) {
+        EXPECT_EQ(engine_save(s.s, path.c_str(), &s.err), ENGINE_EIO);
+        EXPECT_NE(std::string(s.err.msg).find("is not a file"), std::string::npos) << s.err.msg;
+    }
     ASSERT_EQ(symlink("session", (dir / "link").c_str()), 0);
     ASSERT_EQ(engine_save(s.s, (dir / "link").c_str(), &s.err), 0) << s.err.msg;
     EXPECT_EQ(engine_load(s.s, dir.file.c_str(), &s.err), 400) << "the file behind a link is written";
