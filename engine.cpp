@@ -68,7 +68,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <thread>
-#include <unordered_map>
 #include <unistd.h>
 #include <unordered_map>
 #include <utility>
@@ -410,13 +409,6 @@ template <class F> static void parallel(thread_pool &pool, int64_t n, int64_t gr
 struct digest {
     uint8_t b[32];
     bool operator==(const digest &o) const { return memcmp(b, o.b, sizeof b) == 0; }
-};
-struct digest_hash {
-    size_t operator()(const digest &d) const {
-        size_t h;
-        memcpy(&h, d.b, sizeof h);
-        return h;
-    }
 };
 struct sha256 {
     uint32_t h[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
@@ -6916,6 +6908,13 @@ static const cache_type &find_cache_type(const char *name) {
     fail(ENGINE_EINVAL, "kv is \"%s\": the cache can have rows of %s", show(name).c_str(), known.c_str());
 }
 
+static const char *cache_type_name(int type) {
+    for (const cache_type &c : cache_types)
+        if (c.type == type)
+            return c.name;
+    return "";
+}
+
 // Where the rows of each layer of one kind lie in a page: see struct seg.
 struct page_layout {
     int n_layer = 0; // of this kind; 0: there are no pages
@@ -6960,6 +6959,7 @@ struct page {
     digest name, before;            // its own and that of the page before it
     int32_t tokens[PAGE_TOKENS];    // of a named page
     int32_t older = -1, newer = -1; // neighbours in the list of pages with a name that nobody holds
+    int32_t next = -1;              // of those whose names begin alike
 };
 
 // All pages of one kind. A page is unused (no name, nobody holds it), held, or idle (named, nobody holds it): idle
@@ -6971,7 +6971,7 @@ struct page_pool {
     int64_t reserved = 0; // pages that sessions may hold
     vector<int32_t> unused;
     int32_t oldest = -1, newest = -1; // ends of the list of idle pages
-    std::unordered_map<digest, int32_t, digest_hash> names;
+    vector<int32_t> buckets;          // a power of two of them: the first page with a name that hashes to it
 
     mem at(int32_t id) const { return {data.handle, data.offset + uint64_t(id) * layout.page_bytes}; }
 
@@ -6998,13 +6998,38 @@ struct page_pool {
         (newest >= 0 ? pages[size_t(newest)].newer : oldest) = id;
         newest = id;
     }
-    // The page of this name, or -1. The tokens are compared as well.
+    // Makes room for n pages in all; only here is memory taken.
+    void resize(size_t n) {
+        const size_t had = pages.size();
+        size_t n_bucket = 64;
+        while (n_bucket < n)
+            n_bucket *= 2;
+        vector<int32_t> more, table(n_bucket, -1);
+        more.reserve(n);
+        pages.resize(n);
+        for (size_t id = n; id-- > had;) // the lowest is taken first
+            more.push_back(int32_t(id));
+        more.insert(more.end(), unused.begin(), unused.end());
+        unused.swap(more);
+        buckets.swap(table);
+        for (size_t id = 0; id < had; id++)
+            if (pages[id].named)
+                enter(int32_t(id));
+    }
+    // The page of this name, or -1.
+    int32_t find(const digest &name) const {
+        int32_t id = buckets.empty() ? -1 : buckets[bucket(name)];
+        while (id >= 0 && !(pages[size_t(id)].name == name))
+            id = pages[size_t(id)].next;
+        return id;
+    }
+    // The same when it also holds these tokens behind these.
     int32_t find(const digest &name, const digest &before, const int32_t *tokens) const {
-        const auto it = names.find(name);
-        if (it == names.end())
+        const int32_t id = find(name);
+        if (id < 0)
             return -1;
-        const page &p = pages[size_t(it->second)];
-        return p.before == before && !memcmp(p.tokens, tokens, sizeof p.tokens) ? it->second : -1;
+        const page &p = pages[size_t(id)];
+        return p.before == before && !memcmp(p.tokens, tokens, sizeof p.tokens) ? id : -1;
     }
     // Gives a held page its name. If another has it already, that one is held instead. Returns the page that has it.
     int32_t name(int32_t id, const digest &name, const digest &before, const int32_t *tokens) {
@@ -7015,22 +7040,34 @@ struct page_pool {
             return other;
         }
         page &p = pages[size_t(id)];
-        p.named = names.emplace(name, id).second;
+        p.named = true;
         p.name = name, p.before = before;
         memcpy(p.tokens, tokens, sizeof p.tokens);
+        enter(id);
         return id;
     }
     void unname(int32_t id) {
         page &p = pages[size_t(id)];
-        names.erase(p.name);
+        int32_t *at = &buckets[bucket(p.name)];
+        while (*at != id)
+            at = &pages[size_t(*at)].next;
+        *at = p.next;
         p.named = false;
     }
 
   private:
+    size_t bucket(const digest &name) const {
+        uint64_t h;
+        memcpy(&h, name.b, sizeof h);
+        return size_t(h) & (buckets.size() - 1);
+    }
+    void enter(int32_t id) {
+        int32_t &first = buckets[bucket(pages[size_t(id)].name)];
+        pages[size_t(id)].next = first;
+        first = id;
+    }
     void unlink(int32_t id) { // from the idle
         page &p = pages[size_t(id)];
-        if (!p.named)
-            return;
         (p.older >= 0 ? pages[size_t(p.older)].newer : oldest) = p.newer;
         (p.newer >= 0 ? pages[size_t(p.newer)].older : newest) = p.older;
         p.older = p.newer = -1;
@@ -7042,8 +7079,9 @@ struct page_pool {
     }
 };
 
-// The pages of a model with one type of rows. `mutex` guards everything but the bytes of the pages, which are
-// written under the model's lock; whoever holds both takes the model's first.
+// The pages of a model with one type of rows. `mutex` guards lists, names and tables. The pages' bytes and where they
+// lie are read and written under the model's lock; whoever holds both takes the model's first. A session's own tables
+// may be read by its own call without it, since nobody else changes them.
 struct page_store {
     std::mutex mutex;
     int type;
@@ -7062,9 +7100,12 @@ struct cache_share {
     int64_t pages[N_KINDS];
     int64_t per_checkpoint, checkpoints; // pages of window layers in one; how many there may be
 
-    // For n_ctx tokens, evaluated `chunk` rows at a time.
+    // For n_ctx tokens, evaluated `chunk` rows at a time. That there is a page whenever one is wanted: no session holds
+    // more than its share, and what is held by two counts twice. To copy a page of layers that see everything takes
+    // one more for a moment, but only when somebody else holds it too; the + 1 at the end is for window layers, where
+    // that may be a checkpoint of the same session.
     cache_share(const page_layout *layout, int64_t n_ctx, int chunk, int n_checkpoints) {
-        const int window = layout[SEES_WINDOW].window;
+        const int64_t window = layout[SEES_WINDOW].window;
         const auto pages_of = [](int64_t n) { return (n + PAGE_TOKENS - 1) / PAGE_TOKENS; };
         pages[SEES_ALL] = layout[SEES_ALL].n_layer ? pages_of(n_ctx) : 0;
         // n rows, wherever they begin, touch pages_of(n) + 1 pages at most; a checkpoint also reaches back from the
@@ -7072,8 +7113,7 @@ struct cache_share {
         per_checkpoint = window ? std::min(pages_of(n_ctx), pages_of(window + PAGE_TOKENS) + 1) : 0;
         checkpoints = window ? n_checkpoints : 0;
         pages[SEES_WINDOW] =
-            window ? std::min(pages_of(n_ctx), pages_of(int64_t(window) + chunk) + 1) + 1 + per_checkpoint * checkpoints
-                   : 0;
+            window ? std::min(pages_of(n_ctx), pages_of(window + chunk) + 1) + 1 + per_checkpoint * checkpoints : 0;
     }
 };
 
@@ -7091,12 +7131,18 @@ struct kv_cache {
     vector<int32_t> table[N_KINDS]; // pages in order; -1: given back
     vector<digest> names;           // of the complete pages
     vector<checkpoint> checkpoints; // in order of position
+    // The timeline has pages from a file. Nobody vouches for their content, so that what is computed from it gets no
+    // name under which other sessions would find it.
+    bool from_file = false;
 
     kv_cache(page_store &st, const cache_share &s, int64_t n_ctx) : store(st), share(s) {
         for (vector<int32_t> &t : table)
             t.reserve(size_t(n_ctx / PAGE_TOKENS + 1));
         names.reserve(size_t(n_ctx / PAGE_TOKENS + 1));
         checkpoints.reserve(size_t(share.checkpoints + 1));
+        std::lock_guard<std::mutex> lock(store.mutex);
+        for (int kind = 0; kind < N_KINDS; kind++)
+            store.pool[kind].reserved += share.pages[kind]; // for which the pool is large enough by now
     }
     kv_cache(const kv_cache &) = delete;
     ~kv_cache() {
@@ -7140,10 +7186,11 @@ struct kv_cache {
 
     // Rows [from, to) have been written: what became complete gets its name. tokens: the timeline.
     void complete(const int32_t *tokens, int64_t from, int64_t to) {
+        names.resize(size_t(from / PAGE_TOKENS)); // within what was reserved, like all of this
         for (int64_t i = from / PAGE_TOKENS; i < to / PAGE_TOKENS; i++) {
             const int32_t *these = tokens + i * PAGE_TOKENS;
             const digest before = name_before(i), name = page_name(before, these);
-            for (int kind = 0; kind < N_KINDS; kind++)
+            for (int kind = 0; kind < N_KINDS && !from_file; kind++)
                 if (store.pool[kind].layout.n_layer)
                     table[kind][size_t(i)] = store.pool[kind].name(table[kind][size_t(i)], name, before, these);
             names.push_back(name);
@@ -7155,6 +7202,7 @@ struct kv_cache {
     int64_t rewind(int64_t n) {
         while (!checkpoints.empty() && checkpoints.back().pos > n)
             drop_checkpoint(checkpoints.size() - 1);
+        from_file = from_file && n > 0;
         cut(n);
         const page_layout &l = store.pool[SEES_WINDOW].layout;
         if (!l.n_layer || covered(n))
@@ -7175,7 +7223,6 @@ struct kv_cache {
                 store.pool[SEES_WINDOW].hold(id);
                 table[SEES_WINDOW].push_back(id);
             }
-            cut(saved);
         }
         return saved;
     }
@@ -7183,19 +7230,16 @@ struct kv_cache {
     // Looks for pages of any session that hold tokens [0, count) beyond the n that are here, and takes them over.
     // Returns the new n.
     int64_t adopt(const int32_t *tokens, int64_t count, int64_t n) {
-        const page_pool &all = store.pool[SEES_ALL], &window = store.pool[SEES_WINDOW];
+        page_pool &all = store.pool[SEES_ALL], &window = store.pool[SEES_WINDOW];
         const int64_t first = n / PAGE_TOKENS;
-        vector<int32_t> found;
-        for (int64_t k = first; (k + 1) * PAGE_TOKENS <= count; k++) {
+        int64_t k = first; // pages whose rows of layers that see everything are somewhere
+        for (; (k + 1) * PAGE_TOKENS <= count; k++) {
             const int32_t *these = tokens + k * PAGE_TOKENS;
             const digest before = name_before(k), name = page_name(before, these);
-            const int32_t id = all.layout.n_layer ? all.find(name, before, these) : -1;
-            if (all.layout.n_layer ? id < 0 : window.names.count(name) == 0)
+            if ((all.layout.n_layer ? all : window).find(name, before, these) < 0)
                 break;
-            found.push_back(id);
             names.push_back(name);
         }
-        int64_t k = first + int64_t(found.size());
         if (window.layout.n_layer)
             while (k > first && !take_window(k, tokens))
                 k--;
@@ -7203,12 +7247,13 @@ struct kv_cache {
         if (k == first)
             return n;
         for (int64_t i = first; i < k && all.layout.n_layer; i++) {
-            store.pool[SEES_ALL].hold(found[size_t(i - first)]);
+            const int32_t id = all.find(names[size_t(i)]);
+            all.hold(id);
             if (i < int64_t(table[SEES_ALL].size())) { // the page that was begun here
-                store.pool[SEES_ALL].release(table[SEES_ALL][size_t(i)]);
-                table[SEES_ALL][size_t(i)] = found[size_t(i - first)];
+                all.release(table[SEES_ALL][size_t(i)]);
+                table[SEES_ALL][size_t(i)] = id;
             } else {
-                table[SEES_ALL].push_back(found[size_t(i - first)]);
+                table[SEES_ALL].push_back(id);
             }
         }
         return k * PAGE_TOKENS;
@@ -7228,10 +7273,14 @@ struct kv_cache {
         const int64_t boundary = l.first_page(n / PAGE_TOKENS * PAGE_TOKENS);
         if (boundary < c.first && table[SEES_WINDOW][size_t(boundary)] >= 0)
             c.first = boundary; // so that other sessions can go on from the page boundary
-        for (int64_t i = c.first; i * PAGE_TOKENS < n; i++) {
-            if (table[SEES_WINDOW][size_t(i)] < 0)
-                return;
-            c.pages.push_back(table[SEES_WINDOW][size_t(i)]);
+        try {
+            for (int64_t i = c.first; i * PAGE_TOKENS < n; i++) {
+                if (table[SEES_WINDOW][size_t(i)] < 0)
+                    return;
+                c.pages.push_back(table[SEES_WINDOW][size_t(i)]);
+            }
+        } catch (const std::bad_alloc &) {
+            return; // then there is one less to go back to
         }
         for (int32_t id : c.pages)
             store.pool[SEES_WINDOW].hold(id);
@@ -7309,22 +7358,25 @@ struct kv_cache {
     bool take_window(int64_t k, const int32_t *tokens = nullptr) {
         page_pool &pool = store.pool[SEES_WINDOW];
         const int64_t first = pool.layout.first_page(k * PAGE_TOKENS);
-        vector<int32_t> found;
         for (int64_t i = first; i < k; i++) {
-            const auto it = pool.names.find(names[size_t(i)]);
-            if (it == pool.names.end())
+            const int32_t id = pool.find(names[size_t(i)]);
+            if (id < 0 || !(pool.pages[size_t(id)].before == name_before(i)) ||
+                (tokens && memcmp(pool.pages[size_t(id)].tokens, tokens + i * PAGE_TOKENS, sizeof page::tokens)))
                 return false;
-            const page &p = pool.pages[size_t(it->second)];
-            if (!(p.before == name_before(i)) ||
-                (tokens && memcmp(p.tokens, tokens + i * PAGE_TOKENS, sizeof p.tokens)))
-                return false;
-            found.push_back(it->second);
         }
-        for (int32_t id : found)
-            pool.hold(id);
-        clear_window();
-        table[SEES_WINDOW].assign(size_t(first), -1);
-        table[SEES_WINDOW].insert(table[SEES_WINDOW].end(), found.begin(), found.end());
+        vector<int32_t> &t = table[SEES_WINDOW];
+        while (int64_t(t.size()) < k)
+            t.push_back(-1);
+        for (int64_t i = first; i < k; i++) {
+            const int32_t id = pool.find(names[size_t(i)]);
+            pool.hold(id); // before the one that is there is released: it may be the same
+            drop(SEES_WINDOW, size_t(i));
+            t[size_t(i)] = id;
+        }
+        for (int64_t i = 0; i < int64_t(t.size()); i++)
+            if (i < first || i >= k)
+                drop(SEES_WINDOW, size_t(i));
+        t.resize(size_t(k));
         return true;
     }
     void drop_checkpoint(size_t i) {
@@ -7392,6 +7444,8 @@ struct slice {
     const std::atomic<bool> *cancel;
 };
 
+enum { OUT_ROWS = 32 }; // rows of logits computed at a time
+
 // Memory for the rows of one step, shared by all sessions of a model, and the host side of the step block.
 struct work_area {
     int rows = 0, seqs = 0; // how many rows and sequences a step may have
@@ -7423,9 +7477,7 @@ struct work_area {
         for (int i = 0; i < n_kinds; i++)
             f(st.table[i], uint64_t(seqs) * uint64_t(st.table_len) * 4);
     }
-    enum { OUT_ROWS = 32 }; // rows of logits computed at a time
 };
-enum { OUT_ROWS = work_area::OUT_ROWS };
 
 } // namespace
 
@@ -7439,9 +7491,10 @@ struct engine_model {
     digest fingerprint = {};         // when there are sessions
     page_layout f16_layout[N_KINDS]; // of the default cache, for what is said about the model
     work_area work;
-    vector<float> rows;                         // [OUT_ROWS, n_vocab], where rows of logits are handed out
-    std::mutex mutex;                           // held while the backend computes, and for what follows
-    vector<std::unique_ptr<page_store>> stores; // one for each type of cache rows in use
+    vector<float> rows;                                     // [OUT_ROWS, n_vocab], where rows of logits are handed out
+    std::mutex mutex;                                       // held while the backend computes, and for what follows
+    std::atomic<std::thread::id> caller{std::thread::id()}; // who holds it while a callback may run
+    vector<std::unique_ptr<page_store>> stores;             // one for each type of cache rows in use
     std::atomic<int> n_session{0};
 
     engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
@@ -7500,6 +7553,11 @@ struct engine_model {
                 fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of work space for prefill", double(bytes) / (1 << 20));
             }
         });
+        for (vector<int32_t> *v : {&next.token, &next.pos, &next.seq, &next.out_row})
+            v->reserve(size_t(next.rows));
+        for (int i = 0; i < n_rotary(); i++)
+            next.rotary[i].reserve(size_t(next.rows) * size_t(w.hp.n_rot));
+        next.slices.reserve(size_t(next.seqs));
         release(work);
         work = std::move(next);
     }
@@ -7514,7 +7572,7 @@ struct engine_model {
         stores.emplace_back(new page_store(w, type, fingerprint));
         return *stores.back();
     }
-    // Makes its pools large enough for one more session, and sets that session's share aside.
+    // Makes the pools large enough for one more session. Its share is set aside when its cache is made.
     void reserve_pages(page_store &store, const cache_share &share) {
         std::lock_guard<std::mutex> lock(store.mutex);
         for (int kind = 0; kind < N_KINDS; kind++) {
@@ -7529,16 +7587,8 @@ struct engine_model {
                 fail(ENGINE_ENOMEM, "out of memory: %.1f MiB of KV cache",
                      double(need * p.layout.page_bytes) / (1 << 20));
             p.data = grown;
-            p.pages.resize(size_t(need));
-            vector<int32_t> unused; // the lowest is taken first
-            unused.reserve(size_t(need));
-            for (uint64_t id = need; id-- > had;)
-                unused.push_back(int32_t(id));
-            unused.insert(unused.end(), p.unused.begin(), p.unused.end());
-            p.unused.swap(unused);
+            p.resize(size_t(need));
         }
-        for (int kind = 0; kind < N_KINDS; kind++)
-            store.pool[kind].reserved += share.pages[kind];
     }
 
   private:
@@ -8267,7 +8317,8 @@ struct engine_session {
     kv_cache cache;
     vector<int32_t> tokens; // the timeline
     int64_t n_done = 0;     // of these, evaluated
-    int64_t keep_at = 0; // a position to make a checkpoint at when evaluation comes by: where a prompt took another way
+    int64_t keep_at =
+        -1; // a position to make a checkpoint at when evaluation comes by: where a prompt took another way
     bool have_logits = false;
     vector<float> logits;    // [n_vocab]
     sampler_room room;       // the sampler's
@@ -8297,7 +8348,61 @@ struct engine_session {
 
 namespace {
 
-enum { CHECKPOINT_TOKENS = 4096 };
+enum { CHECKPOINT_TOKENS = 4096, MAX_CTX = 1 << 28 };
+
+// What a session's options come to for a model.
+struct session_plan {
+    int64_t n_ctx; // tokens
+    bool less;     // than the model was trained for, because of memory
+    int chunk, type;
+    page_layout layout[N_KINDS];
+    cache_share share;
+
+    uint64_t cache_bytes() const {
+        return uint64_t(share.pages[0]) * layout[0].page_bytes + uint64_t(share.pages[1]) * layout[1].page_bytes;
+    }
+};
+
+static session_plan plan_session(const engine_model &m, const engine_session_options &opt) {
+    const int type = find_cache_type(opt.kv).type;
+    const page_layout layout[N_KINDS] = {make_page_layout(m.w, type, 0), make_page_layout(m.w, type, 1)};
+    const int64_t token_bytes = std::max<int64_t>(1, kv_cache::token_bytes(layout));
+    const int64_t fits = physical_memory() / 2 / token_bytes / PAGE_TOKENS * PAGE_TOKENS; // the cache may take half
+    const bool less = !opt.n_ctx && fits > 0 && fits < m.w.hp.n_ctx_train;
+    const int64_t n_ctx = opt.n_ctx ? opt.n_ctx : less ? fits : m.w.hp.n_ctx_train;
+    const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
+    const int checkpoints = opt.checkpoints < 0 ? 0 : opt.checkpoints ? opt.checkpoints : 8;
+    return {n_ctx, less, chunk, type, {layout[0], layout[1]}, cache_share(layout, n_ctx, chunk, checkpoints)};
+}
+
+static engine_plan_info describe_plan(engine_model &m, const session_plan &p) {
+    engine_plan_info r = {};
+    r.n_ctx = int(p.n_ctx), r.chunk = p.chunk, r.threads = m.be->pool.size;
+    snprintf(r.kv, sizeof r.kv, "%s", cache_type_name(p.type));
+    for (const tensor_info &t : m.file.tensors)
+        r.weight_bytes += int64_t(t.bytes);
+    for (const buffer &b : m.w.owned)
+        r.widened_bytes += int64_t(b.size);
+    r.page_bytes = int64_t(p.layout[0].page_bytes + p.layout[1].page_bytes);
+    r.kv_token_bytes = kv_cache::token_bytes(p.layout);
+    r.cache_bytes = int64_t(p.cache_bytes());
+    r.checkpoint_bytes = p.share.checkpoints * p.share.per_checkpoint * int64_t(p.layout[1].page_bytes);
+    r.work_bytes = int64_t(m.work_bytes(p.chunk, 1, p.n_ctx));
+    r.scratch_bytes = int64_t(m.scratch_bytes(p.chunk, p.n_ctx, p.layout));
+    r.session_bytes = engine_session::host_bytes(p.n_ctx, m.w.hp.n_vocab);
+    r.memory_bytes = physical_memory();
+    const int64_t fixed = r.weight_bytes + r.widened_bytes + r.work_bytes + r.scratch_bytes + r.session_bytes +
+                          int64_t(p.share.pages[1] * p.layout[1].page_bytes);
+    const int64_t per_token = int64_t(p.layout[0].page_bytes) / PAGE_TOKENS + int64_t(sizeof(int32_t));
+    r.max_ctx = std::min<int64_t>(MAX_CTX, std::max<int64_t>(0, r.memory_bytes - fixed) / per_token);
+    r.max_ctx = r.max_ctx / PAGE_TOKENS * PAGE_TOKENS;
+    r.decode_bytes = m.w.decode_bytes;
+    r.decode_kv_bytes = kv_cache::read_bytes(p.layout[0], p.layout[1], p.n_ctx);
+    for (const layer &l : m.w.layers)
+        for (const mat *w : {&l.wq, &l.wk, &l.wv, &l.wo, &l.gate, &l.up, &l.down})
+            r.token_macs += int64_t(w->n_in) * w->n_out;
+    return r;
+}
 
 static bool all_finite(const float *x, size_t n) {
     uint32_t most = 0; // the largest magnitude, as bits: infinity and NaN lie above every finite number
@@ -8317,36 +8422,31 @@ static int finish(engine_session &s) {
 }
 
 // Hands out the logits of the pass' rows, of which there are n: all to fn, if there is one, and those of each
-// timeline's end to its session.
-static int deliver_logits(engine_model &m, const vector<pass_item> &items, int n, engine_step_fn fn, void *user) {
+// timeline's end to its session. What fails is noted in `lead`, the session that the caller asks about it.
+static int deliver_logits(engine_session &lead, const vector<pass_item> &items, int n, engine_step_fn fn, void *user) {
+    engine_model &m = lead.model;
     const size_t width = size_t(m.w.hp.n_vocab);
-    if (n == 1 && !fn) { // a decode step
-        for (const pass_item &it : items)
-            if (it.last) {
-                read_logits(m, 0, 1, it.session->logits.data());
-                if (const int code = finish(*it.session))
-                    return code;
-                it.session->bad_row = it.session->n_done + it.n - 1;
-                return all_finite(it.session->logits.data(), width) ? ENGINE_OK : ENGINE_ENUMERIC;
-            }
-    }
-    int row = 0; // of those whose logits are wanted
+    const bool one = n == 1 && !fn; // a decode step: no detour
+    int row = 0;                    // of those whose logits are wanted
     for (const pass_item &it : items)
         for (int i = fn ? 0 : it.last ? it.n - 1 : it.n; i < it.n; i++, row++) {
+            engine_session &s = *it.session;
             if (row % OUT_ROWS == 0) {
-                read_logits(m, row, std::min(n - row, int(OUT_ROWS)), m.rows.data());
-                if (const int code = finish(*it.session))
+                if (s.cancel.load())
+                    return ENGINE_ECANCELLED;
+                read_logits(m, row, std::min(n - row, int(OUT_ROWS)), one ? s.logits.data() : m.rows.data());
+                if (const int code = finish(lead))
                     return code;
             }
-            const float *logits = &m.rows[size_t(row % OUT_ROWS) * width];
+            const float *logits = one ? s.logits.data() : &m.rows[size_t(row % OUT_ROWS) * width];
             if (!all_finite(logits, width)) {
-                it.session->bad_row = it.session->n_done + i;
+                lead.bad_row = s.n_done + i;
                 return ENGINE_ENUMERIC;
             }
             if (fn && fn(user, it.no, it.index + size_t(i), logits))
                 return ENGINE_ECANCELLED;
-            if (it.last && i == it.n - 1)
-                std::copy(logits, logits + width, it.session->logits.begin());
+            if (it.last && i == it.n - 1 && !one)
+                std::copy(logits, logits + width, s.logits.begin());
         }
     return ENGINE_OK;
 }
@@ -8362,12 +8462,28 @@ static void truncate(engine_session &s, size_t n) {
     s.n_done = s.cache.rewind(std::min(s.n_done, int64_t(n)));
 }
 
-// One pass, under the model's lock. On failure nothing of it counts.
-static int evaluate_pass(engine_model &m, const vector<pass_item> &items, engine_step_fn fn, void *user) {
+// One pass, under the model's lock. On failure, an exception of fn included, nothing of it counts.
+static int evaluate_pass(engine_session &lead, const vector<pass_item> &items, engine_step_fn fn, void *user) {
+    engine_model &m = lead.model;
+    page_store &store = lead.cache.store;
     std::lock_guard<std::mutex> lock(m.mutex);
+    struct pass_end {
+        engine_model &m;
+        page_store &store;
+        const vector<pass_item> &items;
+        bool done = false;
+        ~pass_end() {
+            m.caller = std::thread::id();
+            std::lock_guard<std::mutex> pages(store.mutex);
+            for (const pass_item &it : items)
+                if (!done)
+                    it.session->n_done = it.session->cache.rewind(it.session->n_done);
+        }
+    } end{m, store, items};
+    if (fn)
+        m.caller = std::this_thread::get_id();
     if (m.rows.empty() && (fn || items.size() > 1))
         m.rows.resize(size_t(OUT_ROWS) * size_t(m.w.hp.n_vocab));
-    page_store &store = items[0].session->cache.store;
     vector<slice> &slices = m.work.slices;
     slices.clear();
     int n_out = 0;
@@ -8387,43 +8503,42 @@ static int evaluate_pass(engine_model &m, const vector<pass_item> &items, engine
     }
     int code = forward(m, store, slices.data(), int(slices.size())) ? ENGINE_OK : ENGINE_ECANCELLED;
     if (!code)
-        code = deliver_logits(m, items, n_out, fn, user);
+        code = deliver_logits(lead, items, n_out, fn, user);
     if (!code || code == ENGINE_ECANCELLED) { // other codes come from the backend, or after it was done
-        const int error = finish(*items[0].session);
+        const int error = finish(lead);
         code = code ? code : error;
     }
+    if (code)
+        return code;
+    end.done = true;
     std::lock_guard<std::mutex> pages(store.mutex);
     for (const pass_item &it : items) {
         engine_session &s = *it.session;
-        if (code) {
-            s.failure = items[0].session->failure;
-            s.n_done = s.cache.rewind(s.n_done);
-            continue;
-        }
-        const int64_t from = s.n_done;
-        s.n_done += it.n;
+        const int64_t from = s.n_done, to = from + it.n;
+        s.cache.complete(s.tokens.data(), from, to);
+        s.n_done = to;
         s.have_logits = it.last;
-        s.cache.complete(s.tokens.data(), from, s.n_done);
-        if (s.n_done / CHECKPOINT_TOKENS > from / CHECKPOINT_TOKENS)
-            s.cache.keep_checkpoint(s.n_done / CHECKPOINT_TOKENS * CHECKPOINT_TOKENS);
-        if (s.keep_at > from && s.keep_at <= s.n_done)
-            s.cache.keep_checkpoint(s.keep_at);
         s.stats.evaluated += it.n;
+        if (to / CHECKPOINT_TOKENS > from / CHECKPOINT_TOKENS)
+            s.cache.keep_checkpoint(to / CHECKPOINT_TOKENS * CHECKPOINT_TOKENS);
+        if (s.keep_at >= from && s.keep_at <= to)
+            s.cache.keep_checkpoint(s.keep_at);
     }
-    return code;
+    return ENGINE_OK;
 }
 
 // Evaluates the pending tokens of several sessions, as many in one pass as the smallest chunk allows. firsts: where the
 // tokens begin that fn is told about, for each session.
 static int evaluate(engine_session *const *sessions, const size_t *firsts, size_t n_session, engine_step_fn fn,
                     void *user) {
-    engine_model &m = sessions[0]->model;
     int64_t room = sessions[0]->chunk, done = 0, total = 0;
     for (size_t i = 0; i < n_session; i++) {
         room = std::min<int64_t>(room, sessions[i]->chunk);
         total += int64_t(sessions[i]->tokens.size()) - sessions[i]->n_done;
     }
-    for (vector<pass_item> &items = sessions[0]->items; done < total;) {
+    vector<pass_item> &items = sessions[0]->items;
+    items.reserve(n_session);
+    while (done < total) {
         items.clear();
         int64_t left = room;
         for (size_t i = 0; i < n_session && left > 0; i++) {
@@ -8439,7 +8554,7 @@ static int evaluate(engine_session *const *sessions, const size_t *firsts, size_
             left = before > 0 ? 0 : left - n;
         }
         const bool told = fn && size_t(items[0].session->n_done) >= firsts[items[0].no];
-        if (const int code = evaluate_pass(m, items, told ? fn : nullptr, user))
+        if (const int code = evaluate_pass(*sessions[0], items, told ? fn : nullptr, user))
             return code;
         for (const pass_item &it : items)
             done += it.n;
@@ -8497,12 +8612,25 @@ static void keep_position(engine_session &s) {
     s.cache.keep_checkpoint(s.n_done - 1);
 }
 
+// However a call ends, unless it is done: timelines end where their evaluation did, but not before `keep`.
+struct cut_unless_done {
+    engine_session *const *sessions;
+    const size_t *keep;
+    size_t n;
+    bool done = false;
+    ~cut_unless_done() {
+        for (size_t i = 0; i < n && !done; i++)
+            truncate(*sessions[i], std::max(size_t(sessions[i]->n_done), keep[i]));
+    }
+};
+
 // engine_sync. Returns a code; the number of tokens that need no evaluation goes into the statistics.
 static int sync_to(engine_session &s, const int32_t *ids, size_t n) {
     const double start = now_seconds();
     size_t same = 0;
     while (same < n && same < s.tokens.size() && s.tokens[same] == ids[same])
         same++;
+    s.keep_at = same < s.tokens.size() ? int64_t(same) : -1;
     truncate(s, same);
     const int64_t own = s.n_done, evaluated = s.stats.evaluated;
     {
@@ -8511,8 +8639,10 @@ static int sync_to(engine_session &s, const int32_t *ids, size_t n) {
     }
     s.have_logits = s.have_logits && s.n_done == own;
     const int64_t shared = s.n_done - own;
-    s.tokens.assign(ids, ids + n);
-    s.keep_at = int64_t(same);
+    engine_session *const self = &s;
+    const size_t nothing = 0;
+    cut_unless_done cut{&self, &nothing, 1};
+    s.tokens.assign(ids, ids + n); // within what was reserved
     if (n && s.n_done == int64_t(n) && !s.have_logits)
         step_back(s, 1);
     s.stats = {};
@@ -8523,9 +8653,8 @@ static int sync_to(engine_session &s, const int32_t *ids, size_t n) {
     s.stats.shared_tokens = std::min(shared, s.n_done);
     const int code = evaluate(s);
     s.stats.prefill_seconds = now_seconds() - start;
-    if (code)
-        truncate(s, size_t(s.n_done));
-    else
+    cut.done = !code;
+    if (!code)
         keep_position(s);
     return code;
 }
@@ -8535,16 +8664,16 @@ static int sync_to(engine_session &s, const int32_t *ids, size_t n) {
 static int append(engine_session *const *sessions, const engine_batch_item *items, size_t n_items, engine_step_fn fn,
                   void *user) {
     vector<size_t> before;
-    for (size_t i = 0; i < n_items; i++) {
-        vector<int32_t> &tokens = sessions[i]->tokens;
-        before.push_back(tokens.size());
-        tokens.insert(tokens.end(), items[i].ids, items[i].ids + items[i].n);
-    }
+    before.reserve(n_items);
+    for (size_t i = 0; i < n_items; i++)
+        before.push_back(sessions[i]->tokens.size());
+    cut_unless_done cut{sessions, before.data(), n_items};
+    for (size_t i = 0; i < n_items; i++)
+        sessions[i]->tokens.insert(sessions[i]->tokens.end(), items[i].ids, items[i].ids + items[i].n);
     const int code = fn || n_items > 1             ? evaluate(sessions, before.data(), n_items, fn, user)
                      : sessions[0]->tokens.empty() ? int(ENGINE_OK)
                                                    : settle(*sessions[0]);
-    for (size_t i = 0; code && i < n_items; i++)
-        truncate(*sessions[i], std::max(size_t(sessions[i]->n_done), before[i]));
+    cut.done = !code;
     return code;
 }
 
@@ -8599,7 +8728,7 @@ struct file_writer {
         if (!stat(path.c_str(), &named) && !S_ISREG(named.st_mode))
             fail(ENGINE_EIO, "%s: is not a file", show_path(path).c_str());
         do {
-            file.reset(open(part.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+            file.reset(open(part.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
             if (file.fd < 0 || fstat(file.fd, &open_file))
                 error("cannot be created");
             if (flock(file.fd, LOCK_EX | LOCK_NB))
@@ -8672,24 +8801,27 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
     const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
     for (size_t i = 0; i < all.size(); i++)
         pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-    vector<saved_page> tail, &kept = pages[SEES_WINDOW];
-    for (size_t i = 0; i < window.size(); i++)
-        if (window[i] >= 0)
-            tail.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
-    for (const checkpoint &c : s.cache.checkpoints) // pages that only checkpoints have
+    vector<saved_page> &kept =
+        pages[SEES_WINDOW];                     // first the pages that only checkpoints have, then the timeline's own
+    std::unordered_map<int32_t, size_t> number; // of a page in this list
+    for (const checkpoint &c : s.cache.checkpoints)
         for (size_t i = 0; i < c.pages.size(); i++) {
-            const int64_t index = c.first + int64_t(i);
-            const saved_page p = {c.pages[i], rows_of(c.pos, index), index};
-            const auto same = [&](const saved_page &o) { return o.id == p.id; };
-            if (std::any_of(tail.begin(), tail.end(), same))
+            const size_t index = size_t(c.first) + i;
+            const int32_t rows = rows_of(c.pos, int64_t(index));
+            if (index < window.size() && window[index] == c.pages[i])
                 continue;
-            const auto it = std::find_if(kept.begin(), kept.end(), same);
-            if (it == kept.end())
-                kept.push_back(p);
-            else
-                it->rows = std::max(it->rows, p.rows);
+            const auto added = number.emplace(c.pages[i], kept.size());
+            if (added.second)
+                kept.push_back({c.pages[i], rows, int64_t(index)});
+            saved_page &p = kept[added.first->second];
+            p.rows = std::max(p.rows, rows);
         }
-    kept.insert(kept.end(), tail.begin(), tail.end());
+    const size_t n_kept = kept.size();
+    for (size_t i = 0; i < window.size(); i++)
+        if (window[i] >= 0) {
+            number[window[i]] = kept.size();
+            kept.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+        }
 
     session_head head = {};
     memcpy(head.magic, session_magic, sizeof head.magic);
@@ -8698,7 +8830,7 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
     head.type = store.type;
     head.n_checkpoint = uint32_t(s.cache.checkpoints.size());
     head.n_tokens = s.tokens.size(), head.n_done = uint64_t(s.n_done), head.n_note = s.note.size();
-    head.n_tail = tail.size();
+    head.n_tail = kept.size() - n_kept;
     for (int kind = 0; kind < N_KINDS; kind++) {
         head.page_bytes[kind] = store.pool[kind].layout.page_bytes;
         head.n_pages[kind] = pages[kind].size();
@@ -8715,8 +8847,7 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
         const checkpoint_head h = {c.pos, c.first, c.pages.size()};
         put(&h, sizeof h);
         for (const int32_t id : c.pages) {
-            const auto it = std::find_if(kept.begin(), kept.end(), [&](const saved_page &o) { return o.id == id; });
-            const int64_t no = it - kept.begin();
+            const int64_t no = int64_t(number[id]);
             put(&no, sizeof no);
         }
     }
@@ -8777,9 +8908,9 @@ struct session_file {
         if (uint64_t(st.st_size) < sizeof head + sizeof sum)
             bad("is too short for a session: %lld bytes", (long long)st.st_size);
         read_at(0, &head, sizeof head);
-        check_head(s);
-        const uint64_t size = uint64_t(st.st_size), n_pages = head.n_pages[0] + head.n_pages[1];
-        // The numbers are below 2^40 here, so that no sum wraps.
+        const uint64_t size = uint64_t(st.st_size);
+        check_head(s, size);
+        const uint64_t n_pages = head.n_pages[0] + head.n_pages[1];
         uint64_t head_bytes = sizeof head + head.n_tokens * 4 + head.n_note + n_pages * 4;
         const uint64_t page_bytes =
             head.n_pages[0] * (head.page_bytes[0] + sizeof sum) + head.n_pages[1] * (head.page_bytes[1] + sizeof sum);
@@ -8795,24 +8926,25 @@ struct session_file {
         if (!(sha256().add(bytes.data, bytes.size).finish() == sum))
             bad("is damaged: the checksum of its head is wrong");
         parse(s);
+        buffer page;
         for (uint64_t i = 0; i < n_pages; i++)
-            read_page(i); // all of it is checked before anything is changed
+            read_page(i, page); // all of it is checked before anything is changed
     }
     session_file(const session_file &) = delete;
 
     // Page number i, of both kinds together.
-    buffer read_page(uint64_t i) const {
+    void read_page(uint64_t i, buffer &page) const {
         const int kind = i < head.n_pages[0] ? SEES_ALL : SEES_WINDOW;
         const uint64_t in_kind = kind == SEES_ALL ? i : i - head.n_pages[0];
         const uint64_t skip = kind == SEES_ALL ? 0 : head.n_pages[0] * (head.page_bytes[0] + sizeof sum);
         const uint64_t at = bytes.size + sizeof sum + skip + in_kind * (head.page_bytes[kind] + sizeof sum);
-        buffer page(size_t(head.page_bytes[kind]), "a page");
+        if (page.size != head.page_bytes[kind])
+            page = buffer(size_t(head.page_bytes[kind]), "a page");
         digest d;
         read_at(at, page.data, page.size);
         read_at(at + page.size, &d, sizeof d);
         if (!(page_digest(sum, i, page) == d))
             bad("is damaged: the checksum of page %llu is wrong", (unsigned long long)i);
-        return page;
     }
 
   private:
@@ -8829,12 +8961,12 @@ struct session_file {
             if (got == 0)
                 bad("ends too early");
             if (got < 0 && errno != EINTR)
-                bad("cannot be read: %s", strerror(errno));
+                fail(ENGINE_EIO, "%s: cannot be read: %s", show_path(path).c_str(), strerror(errno));
             if (got > 0)
                 p += got, at += uint64_t(got), n -= size_t(got);
         }
     }
-    void check_head(const engine_session &s) const {
+    void check_head(const engine_session &s, uint64_t file_bytes) const {
         const page_store &store = s.cache.store;
         if (memcmp(head.magic, session_magic, sizeof head.magic))
             bad("is not a session file");
@@ -8848,13 +8980,14 @@ struct session_file {
         }
         if (head.numerics != NUMERICS_VERSION)
             bad("was computed by an engine with other arithmetic (%u, here %d)", head.numerics, int(NUMERICS_VERSION));
-        const uint64_t limit = uint64_t(1) << 32;
+        // With these limits no sum and no product of the numbers wraps.
         for (int kind = 0; kind < N_KINDS; kind++)
-            if (head.page_bytes[kind] != store.pool[kind].layout.page_bytes || head.n_pages[kind] > limit)
-                bad("has a head that does not fit the model");
-        if (head.n_tokens > limit || head.n_note > limit || head.n_done > head.n_tokens ||
+            if (head.page_bytes[kind] != store.pool[kind].layout.page_bytes ||
+                head.n_pages[kind] > file_bytes / (sizeof sum + head.page_bytes[kind]))
+                bad("has a head that does not fit the model, or ends too early");
+        if (head.n_tokens > file_bytes / 4 || head.n_note > INT_MAX || head.n_done > head.n_tokens ||
             head.n_tail > head.n_pages[SEES_WINDOW] || head.n_checkpoint > 4096)
-            bad("has a head with impossible numbers");
+            bad("has a head with impossible numbers, or ends too early");
         if (head.n_tokens > uint64_t(s.n_ctx))
             fail(ENGINE_ECONTEXT, "%s: %llu tokens exceeds the available context size of %d tokens",
                  show_path(path).c_str(), (unsigned long long)head.n_tokens, s.n_ctx);
@@ -8890,6 +9023,9 @@ struct session_file {
             if (rows[size_t(i)] < least || rows[size_t(i)] > PAGE_TOKENS)
                 bad("page %llu has %d rows", (unsigned long long)i, int(rows[size_t(i)]));
         }
+        vector<int64_t> place(size_t(head.n_pages[SEES_WINDOW]), -1); // in the timeline, of each window page
+        for (uint64_t i = 0; i < head.n_tail; i++)
+            place[size_t(head.n_pages[SEES_WINDOW] - head.n_tail + i)] = pages - int64_t(head.n_tail - i);
         for (uint32_t i = 0; i < head.n_checkpoint; i++) {
             const auto h = c.get<checkpoint_head>("a checkpoint");
             if (h.pos < 1 || h.pos > n_done || (i && h.pos <= checkpoints.back().pos) || h.first < 0 ||
@@ -8901,6 +9037,12 @@ struct session_file {
                 const auto no = c.get<int64_t>("a checkpoint");
                 if (no < 0 || no >= int64_t(head.n_pages[SEES_WINDOW]))
                     bad("checkpoint %u has a page that is not there", i);
+                const int64_t index = h.first + int64_t(k);
+                if (place[size_t(no)] < 0)
+                    place[size_t(no)] = index;
+                if (place[size_t(no)] != index || rows[size_t(head.n_pages[SEES_ALL]) + size_t(no)] <
+                                                      std::min<int64_t>(PAGE_TOKENS, h.pos - index * PAGE_TOKENS))
+                    bad("checkpoint %u has a page of another position", i);
                 cp.pages.push_back(int32_t(no));
             }
             checkpoints.push_back(std::move(cp));
@@ -8910,73 +9052,83 @@ struct session_file {
     }
 };
 
-// Puts page `no` of the file, which is page `index` of the timeline, into the pool; one that is there by name is used
-// as it is. Called with both locks held.
-static int32_t load_page(engine_session &s, const session_file &f, int kind, uint64_t no, int64_t index) {
+// Puts page `no` of the file, which is page `index` of the timeline, into the pool; one that is there by its name is
+// used as it is.
+static int32_t load_page(engine_session &s, const session_file &f, uint64_t no, int64_t index, buffer &page) {
+    const int kind = no < f.head.n_pages[SEES_ALL] ? SEES_ALL : SEES_WINDOW;
     page_pool &pool = s.cache.store.pool[kind];
-    const bool complete = f.rows[size_t(no)] == PAGE_TOKENS && (index + 1) * PAGE_TOKENS <= int64_t(f.head.n_done);
-    const int32_t *tokens = f.tokens.data() + index * PAGE_TOKENS;
-    const digest before = complete ? s.cache.name_before(index) : digest(),
-                 name = complete ? s.cache.names[size_t(index)] : digest();
-    int32_t id = complete ? pool.find(name, before, tokens) : -1;
-    if (id >= 0) {
-        pool.hold(id);
-        return id;
+    if (f.rows[size_t(no)] == PAGE_TOKENS && (index + 1) * PAGE_TOKENS <= int64_t(f.head.n_done)) {
+        std::lock_guard<std::mutex> pages(s.cache.store.mutex);
+        const int32_t id =
+            pool.find(s.cache.names[size_t(index)], s.cache.name_before(index), f.tokens.data() + index * PAGE_TOKENS);
+        if (id >= 0) {
+            pool.hold(id);
+            return id;
+        }
     }
-    const buffer page = f.read_page(no);
-    id = pool.take();
+    f.read_page(no, page);
+    std::lock_guard<std::mutex> lock(s.model.mutex);
+    std::lock_guard<std::mutex> pages(s.cache.store.mutex);
+    const int32_t id = pool.take();
     s.model.ops->put(s.model.be.get(), pool.at(id), page.data, page.size);
-    return complete ? pool.name(id, name, before, tokens) : id;
+    return id;
+}
+
+// The tables of the file's timeline, page by page. No other thread looks at them.
+static void load_tables(engine_session &s, const session_file &f) {
+    kv_cache &cache = s.cache;
+    buffer page;
+    cache.from_file = true;
+    cache.set_names(f.tokens.data(), int64_t(f.head.n_done));
+    const uint64_t n_all = f.head.n_pages[SEES_ALL], n_window = f.head.n_pages[SEES_WINDOW];
+    for (uint64_t i = 0; i < n_all; i++)
+        cache.table[SEES_ALL].push_back(load_page(s, f, i, int64_t(i), page));
+    vector<int32_t> ids(size_t(n_window), -1),
+        &window = cache.table[SEES_WINDOW]; // ids: in the pool, of what is loaded
+    if (const page_layout &l = cache.store.pool[SEES_WINDOW].layout; l.n_layer) {
+        const int64_t end = (int64_t(f.head.n_done) + PAGE_TOKENS - 1) / PAGE_TOKENS;
+        window.resize(size_t(end), -1);
+        for (int64_t i = l.first_page(int64_t(f.head.n_done)); i < end; i++) { // all of it is in the file
+            const uint64_t no = n_window - uint64_t(end - i);
+            window[size_t(i)] = ids[size_t(no)] = load_page(s, f, n_all + no, i, page);
+        }
+    }
+    // As many checkpoints as this session may have, the newest ones.
+    const size_t skip = f.checkpoints.size() - std::min(f.checkpoints.size(), size_t(cache.share.checkpoints));
+    for (size_t c = skip; c < f.checkpoints.size(); c++) {
+        const checkpoint &from = f.checkpoints[c];
+        cache.checkpoints.push_back({from.pos, from.first, {}});
+        vector<int32_t> &to = cache.checkpoints.back().pages;
+        to.reserve(from.pages.size());
+        for (size_t i = 0; i < from.pages.size(); i++) {
+            int32_t &id = ids[size_t(from.pages[i])];
+            if (id < 0) {
+                id = load_page(s, f, n_all + uint64_t(from.pages[i]), from.first + int64_t(i), page);
+            } else {
+                std::lock_guard<std::mutex> pages(cache.store.mutex);
+                cache.store.pool[SEES_WINDOW].hold(id);
+            }
+            to.push_back(id);
+        }
+    }
 }
 
 static void load(engine_session &s, const char *path) {
-    const session_file f(path, s);
+    session_file f(path, s);
     truncate(s, 0);
-    std::lock_guard<std::mutex> lock(s.model.mutex);
-    std::lock_guard<std::mutex> pages(s.cache.store.mutex);
-    kv_cache &cache = s.cache;
     try {
-        cache.set_names(f.tokens.data(), int64_t(f.head.n_done));
-        for (uint64_t i = 0; i < f.head.n_pages[SEES_ALL]; i++)
-            cache.table[SEES_ALL].push_back(load_page(s, f, SEES_ALL, i, int64_t(i)));
-        const uint64_t base = f.head.n_pages[SEES_ALL], n_window = f.head.n_pages[SEES_WINDOW];
-        const int64_t end = int64_t((f.head.n_done + PAGE_TOKENS - 1) / PAGE_TOKENS);
-        const int64_t needed = cache.store.pool[SEES_WINDOW].layout.first_page(int64_t(f.head.n_done));
-        vector<int32_t> ids(size_t(n_window), -1); // in the pool, of the file's window pages that have been loaded
-        for (uint64_t i = 0; i < f.head.n_tail; i++) {
-            const int64_t index = end - int64_t(f.head.n_tail - i);
-            const uint64_t no = n_window - f.head.n_tail + i;
-            if (index < needed)
-                cache.table[SEES_WINDOW].resize(size_t(index + 1), -1);
-            else {
-                cache.table[SEES_WINDOW].resize(size_t(index), -1);
-                cache.table[SEES_WINDOW].push_back(ids[no] = load_page(s, f, SEES_WINDOW, base + no, index));
-            }
-        }
-        // As many checkpoints as this session may have, the newest ones.
-        const size_t skip = f.checkpoints.size() - std::min(f.checkpoints.size(), size_t(cache.share.checkpoints));
-        for (size_t c = skip; c < f.checkpoints.size(); c++) {
-            checkpoint cp = {f.checkpoints[c].pos, f.checkpoints[c].first, {}};
-            for (size_t i = 0; i < f.checkpoints[c].pages.size(); i++) {
-                const int32_t no = f.checkpoints[c].pages[i];
-                if (ids[size_t(no)] >= 0)
-                    cache.store.pool[SEES_WINDOW].hold(ids[size_t(no)]);
-                else
-                    ids[size_t(no)] = load_page(s, f, SEES_WINDOW, base + uint64_t(no), cp.first + int64_t(i));
-                cp.pages.push_back(ids[size_t(no)]);
-            }
-            cache.checkpoints.push_back(std::move(cp));
-        }
+        load_tables(s, f);
+        std::lock_guard<std::mutex> lock(s.model.mutex);
         if (const int code = finish(s))
             fail(code, "%s", s.failure);
-    } catch (...) { // the file changed while it was read
-        cache.rewind(0);
+    } catch (...) { // the file changed while it was read, or memory ended
+        std::lock_guard<std::mutex> pages(s.cache.store.mutex);
+        s.cache.rewind(0);
         throw;
     }
     s.n_done = int64_t(f.head.n_done);
-    s.tokens = f.tokens;
-    s.note = f.note;
-    s.have_logits = false;
+    s.tokens.assign(f.tokens.begin(), f.tokens.end()); // within what was reserved
+    s.note.swap(f.note);
 }
 
 // Text on its way out: whole characters only, and nothing that may still turn out to be the start of a stop string.
@@ -9196,13 +9348,16 @@ static int generate(engine_session &s, const engine_generate_options &opt, engin
 // across the C boundary, and an error leaves the session usable.
 // ---------------------------------------------------------------------------------------------------
 
-static int set_error(engine_error *err, int code, const string &msg) {
+// Does not allocate: it runs where memory may have ended.
+static int set_error(engine_error *err, int code, const char *msg) {
     if (err) {
         err->code = code;
-        size_t n = std::min(msg.size(), sizeof err->msg - 1);
-        while (n < msg.size() && n > 0 && (uint8_t(msg[n]) & 0xc0) == 0x80) // not in the middle of a character
-            n--;
-        memcpy(err->msg, msg.data(), n);
+        size_t n = strlen(msg);
+        if (n >= sizeof err->msg)
+            for (n = sizeof err->msg - 1;
+                 n > 0 && (uint8_t(msg[n]) & 0xc0) == 0x80;) // not in the middle of a character
+                n--;
+        memcpy(err->msg, msg, n);
         std::replace_if(
             err->msg, err->msg + n, [](char c) { return uint8_t(c) < 0x20; }, ' '); // one line
         err->msg[n] = 0;
@@ -9215,11 +9370,13 @@ template <class F> static int guarded(engine_error *err, F &&body) {
         fp_mode mode;
         return body();
     } catch (const Error &e) {
-        return set_error(err, e.code, e.msg);
+        return set_error(err, e.code, e.msg.c_str());
     } catch (const std::bad_alloc &) {
         return set_error(err, ENGINE_ENOMEM, "out of memory");
     } catch (const std::exception &e) {
-        return set_error(err, ENGINE_EINTERNAL, strf("internal error: %s", e.what()));
+        char text[200];
+        snprintf(text, sizeof text, "internal error: %s", e.what());
+        return set_error(err, ENGINE_EINTERNAL, text);
     } catch (...) { // from a callback
         return set_error(err, ENGINE_EINTERNAL, "a callback threw");
     }
@@ -9233,8 +9390,23 @@ template <class T> static T options(const T *given, const char *what) {
         if (size < sizeof(size_t) || size > 65536)
             fail(ENGINE_EINVAL, "%s.size is %zu, expected sizeof(%s)", what, given->size, what);
         memcpy(&opt, given, std::min(size, sizeof opt));
+        for (size_t i = sizeof opt; i < size; i++) // what a newer caller asks for is not dropped in silence
+            if (reinterpret_cast<const char *>(given)[i])
+                fail(ENGINE_EUNSUPPORTED, "%s has fields that this version %s does not know", what, ENGINE_VERSION);
     }
     return opt;
+}
+
+// A result struct goes to the caller as far as the caller knows it. give_size checks what it says before there is work.
+template <class T> static size_t give_size(const T *out, const char *what) {
+    const size_t size = out->size ? out->size : sizeof(T);
+    if (size < sizeof(size_t) || size > 65536)
+        fail(ENGINE_EINVAL, "%s.size is %zu, expected sizeof(%s)", what, out->size, what);
+    return size;
+}
+template <class T> static void give_struct(T *out, T value, const char *what) {
+    value.size = give_size(out, what);
+    memcpy(out, &value, std::min(value.size, sizeof value));
 }
 
 static void check_range(const char *what, int64_t value, int64_t lo, int64_t hi) {
@@ -9338,21 +9510,32 @@ static void check_code(engine_session &s, int code) {
     fail(code, "%s", s.failure ? s.failure : "the backend failed");
 }
 
+// A callback that runs under the model's lock would wait for itself.
+static void check_caller(const engine_model &m) {
+    if (m.caller.load() == std::this_thread::get_id())
+        fail(ENGINE_EINVAL, "a callback that is given logits may not compute on the model that called it");
+}
+
 // Held by each call that computes: callbacks may not start another one on the session, and a cancel that came before
 // the call ends it at once, while one that comes too late to stop it does not harm the next.
 struct computing {
     engine_session &s;
-    explicit computing(engine_session *session) : s(*session) {
+    const bool computes;
+    // computes: false for calls that use the session without computing on it, which no cancel is meant for.
+    explicit computing(engine_session *session, bool does = true) : s(*session), computes(does) {
         check_pointer("session", session);
         if (s.busy)
-            fail(ENGINE_EINVAL, "a callback may not compute on the session that called it");
-        if (s.cancel.exchange(false))
+            fail(ENGINE_EINVAL, "a callback may not compute on or change the session that called it");
+        check_caller(s.model);
+        s.failure = nullptr, s.bad_row = 0;
+        if (computes && s.cancel.exchange(false))
             check_code(s, ENGINE_ECANCELLED);
         s.busy = true;
     }
     ~computing() {
         s.busy = false;
-        s.cancel = false;
+        if (computes)
+            s.cancel = false;
     }
     computing(const computing &) = delete;
 };
@@ -9472,10 +9655,7 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
         r.threads = m.be->pool.size;
         r.has_template = m.file.meta("tokenizer.chat_template") != nullptr;
         r.bos = m.voc.bos, r.eos = m.voc.eos, r.add_bos = m.voc.add_bos;
-        const size_t size = info->size ? info->size : sizeof r;
-        check_range("engine_model_info.size", int64_t(size), sizeof(size_t), 65536);
-        r.size = size;
-        memcpy(info, &r, std::min(size, sizeof r));
+        give_struct(info, r, "engine_model_info");
         return ENGINE_OK;
     });
 }
@@ -9572,33 +9752,12 @@ int engine_render_chat(const engine_model *model, const engine_message *messages
     });
 }
 
-// What a session's options come to for a model.
-struct session_plan {
-    int64_t n_ctx, fits; // tokens; fits: of cache in half of this machine's memory
-    int chunk, type;
-    page_layout layout[N_KINDS];
-    cache_share share;
-
-    uint64_t cache_bytes() const {
-        return uint64_t(share.pages[0]) * layout[0].page_bytes + uint64_t(share.pages[1]) * layout[1].page_bytes;
-    }
-};
-
-static session_plan plan_session(const engine_model &m, const engine_session_options *given) {
+static session_plan check_session_options(const engine_model &m, const engine_session_options *given) {
     const auto opt = options(given, "engine_session_options");
-    check_range("n_ctx", opt.n_ctx, 0, 1 << 28);
+    check_range("n_ctx", opt.n_ctx, 0, MAX_CTX);
     check_range("chunk", opt.chunk, 0, 4096);
     check_range("checkpoints", opt.checkpoints, -1, 4096);
-    const int type = find_cache_type(opt.kv).type;
-    const page_layout layout[N_KINDS] = {make_page_layout(m.w, type, 0), make_page_layout(m.w, type, 1)};
-    const int64_t memory = physical_memory(), token_bytes = std::max<int64_t>(1, kv_cache::token_bytes(layout));
-    const int64_t fits = memory / 2 / token_bytes / PAGE_TOKENS * PAGE_TOKENS;
-    int64_t n_ctx = opt.n_ctx ? opt.n_ctx : m.w.hp.n_ctx_train;
-    if (!opt.n_ctx && fits > 0)
-        n_ctx = std::min(n_ctx, fits);
-    const int chunk = int(std::min<int64_t>(opt.chunk ? opt.chunk : 512, n_ctx));
-    const int checkpoints = opt.checkpoints < 0 ? 0 : opt.checkpoints ? opt.checkpoints : 8;
-    return {n_ctx, fits, chunk, type, {layout[0], layout[1]}, cache_share(layout, n_ctx, chunk, checkpoints)};
+    return plan_session(m, opt);
 }
 
 int engine_session_new(engine_session **out, engine_model *model, const engine_session_options *opt,
@@ -9607,10 +9766,11 @@ int engine_session_new(engine_session **out, engine_model *model, const engine_s
         check_pointer("out", out);
         *out = nullptr;
         check_pointer("model", model);
-        const session_plan p = plan_session(*model, opt);
+        check_caller(*model);
+        const session_plan p = check_session_options(*model, opt);
         const int n_ctx_train = model->w.hp.n_ctx_train;
         const double gib = 1 << 30;
-        if (p.n_ctx < n_ctx_train && p.n_ctx == p.fits)
+        if (p.less)
             log_msg(ENGINE_LOG_WARN,
                     "context of %lld tokens instead of %d: the KV cache may take half of this machine's memory",
                     (long long)p.n_ctx, n_ctx_train);
@@ -9687,6 +9847,7 @@ int engine_step(const engine_batch_item *items, size_t n_items, engine_step_fn f
             check_pointer("items", items);
         vector<std::unique_ptr<computing>> calls;
         vector<engine_session *> sessions;
+        calls.reserve(n_items), sessions.reserve(n_items);
         for (size_t i = 0; i < n_items; i++) {
             engine_session *s = items[i].session;
             if (std::find(sessions.begin(), sessions.end(), s) != sessions.end())
@@ -9699,11 +9860,7 @@ int engine_step(const engine_batch_item *items, size_t n_items, engine_step_fn f
         }
         if (!n_items)
             return ENGINE_OK;
-        const int code = append(sessions.data(), items, n_items, fn, user);
-        for (engine_session *s : sessions)
-            if (s->cancel.load() || s->failure || s->bad_row >= int64_t(s->tokens.size()))
-                check_code(*s, code); // the one that it is about has more to say
-        check_code(*sessions[0], code);
+        check_code(*sessions[0], append(sessions.data(), items, n_items, fn, user));
         return ENGINE_OK;
     });
 }
@@ -9726,6 +9883,8 @@ int engine_set_note(engine_session *session, const void *data, size_t len, engin
             check_pointer("data", data);
         if (len > INT_MAX)
             fail(ENGINE_EINVAL, "a note of %zu bytes is too long", len);
+        if (session->busy)
+            fail(ENGINE_EINVAL, "a callback may not change the session that called it");
         session->note.assign(static_cast<const char *>(data), len);
         return ENGINE_OK;
     });
@@ -9740,7 +9899,7 @@ int engine_note(const engine_session *session, char *out, size_t cap) {
 
 int engine_save(engine_session *session, const char *path, engine_error *err) {
     return guarded(err, [&] {
-        computing call(session);
+        computing call(session, false);
         check_pointer("path", path);
         save(*session, path);
         return ENGINE_OK;
@@ -9749,7 +9908,7 @@ int engine_save(engine_session *session, const char *path, engine_error *err) {
 
 int engine_load(engine_session *session, const char *path, engine_error *err) {
     return guarded(err, [&] {
-        computing call(session);
+        computing call(session, false);
         check_pointer("path", path);
         load(*session, path);
         return int(session->tokens.size());
@@ -9868,10 +10027,8 @@ int engine_sampling_defaults(const engine_model *model, engine_sampling *out, in
         check_pointer("model", model);
         check_pointer("out", out);
         engine_sampling r = {};
-        r.size = out->size ? out->size : sizeof r;
-        check_range("engine_sampling.size", int64_t(r.size), sizeof(size_t), 65536);
         const bool used = default_sampling(model->file, r);
-        memcpy(out, &r, std::min(r.size, sizeof r));
+        give_struct(out, r, "engine_sampling");
         if (from_model)
             *from_model = used;
         return ENGINE_OK;
@@ -9892,6 +10049,10 @@ int engine_sample(engine_session *session, const engine_sampling *sampling, engi
 int engine_generate(engine_session *session, const engine_generate_options *given, engine_text_fn fn, void *user,
                     engine_result *result, engine_error *err) {
     return guarded(err, [&] {
+        engine_result r = {};
+        r.reason = ENGINE_STOP_CANCELLED;
+        if (result)
+            give_struct(result, r, "engine_result");
         computing call(session);
         auto opt = options(given, "engine_generate_options");
         const engine_sampling sampling = check_sampling(opt.sampling, session->model.voc);
@@ -9903,14 +10064,9 @@ int engine_generate(engine_session *session, const engine_generate_options *give
         for (size_t i = 0; i < opt.n_stops; i++)
             if (!opt.stops[i] || !*opt.stops[i])
                 fail(ENGINE_EINVAL, "stops[%zu] is empty", i);
-        engine_result r = {};
         const int code = generate(*session, opt, fn, user, r);
-        if (result) {
-            const size_t size = result->size ? result->size : sizeof r;
-            check_range("engine_result.size", int64_t(size), sizeof(size_t), 65536);
-            r.size = size;
-            memcpy(result, &r, std::min(size, sizeof r));
-        }
+        if (result)
+            give_struct(result, r, "engine_result");
         check_code(*session, code);
         return ENGINE_OK;
     });
@@ -9934,10 +10090,7 @@ int engine_stats(const engine_session *session, engine_session_stats *stats, eng
             r.checkpoint_bytes = int64_t(session->cache.checkpoint_bytes());
             r.n_checkpoints = int(session->cache.checkpoints.size());
         }
-        const size_t size = stats->size ? stats->size : sizeof r;
-        check_range("engine_session_stats.size", int64_t(size), sizeof(size_t), 65536);
-        r.size = size;
-        memcpy(stats, &r, std::min(size, sizeof r));
+        give_struct(stats, r, "engine_session_stats");
         return ENGINE_OK;
     });
 }
@@ -9948,36 +10101,9 @@ int engine_plan(const char *path, const engine_open_options *open, const engine_
         check_pointer("plan", plan);
         const std::unique_ptr<engine_model> opened = make_model(path, open);
         engine_model &m = *opened;
-        const session_plan p = plan_session(m, session);
-        engine_plan_info r = {};
-        r.n_ctx = int(p.n_ctx), r.chunk = p.chunk, r.threads = m.be->pool.size;
-        copy_name(r.kv, sizeof r.kv, find_cache_type(session ? options(session, "").kv : nullptr).name);
+        engine_plan_info r = describe_plan(m, check_session_options(m, session));
         copy_name(r.backend, sizeof r.backend, backend_name(m.be->level));
-        for (const tensor_info &t : m.file.tensors)
-            r.weight_bytes += int64_t(t.bytes);
-        for (const buffer &b : m.w.owned)
-            r.widened_bytes += int64_t(b.size);
-        r.page_bytes = int64_t(p.layout[0].page_bytes + p.layout[1].page_bytes);
-        r.kv_token_bytes = kv_cache::token_bytes(p.layout);
-        r.cache_bytes = int64_t(p.cache_bytes());
-        r.checkpoint_bytes = p.share.checkpoints * p.share.per_checkpoint * int64_t(p.layout[1].page_bytes);
-        r.work_bytes = int64_t(m.work_bytes(p.chunk, 1, p.n_ctx));
-        r.scratch_bytes = int64_t(m.scratch_bytes(p.chunk, p.n_ctx, p.layout));
-        r.session_bytes = engine_session::host_bytes(p.n_ctx, m.w.hp.n_vocab);
-        r.memory_bytes = physical_memory();
-        const int64_t fixed = r.weight_bytes + r.widened_bytes + r.work_bytes + r.scratch_bytes + r.session_bytes +
-                              int64_t(p.share.pages[1] * p.layout[1].page_bytes);
-        const int64_t per_page = std::max<int64_t>(1, int64_t(p.layout[0].page_bytes));
-        r.max_ctx = std::max<int64_t>(0, r.memory_bytes - fixed) / per_page * PAGE_TOKENS;
-        r.decode_bytes = m.w.decode_bytes;
-        r.decode_kv_bytes = kv_cache::read_bytes(p.layout[0], p.layout[1], p.n_ctx);
-        for (const layer &l : m.w.layers)
-            for (const mat *w : {&l.wq, &l.wk, &l.wv, &l.wo, &l.gate, &l.up, &l.down})
-                r.token_macs += int64_t(w->n_in) * w->n_out;
-        const size_t size = plan->size ? plan->size : sizeof r;
-        check_range("engine_plan_info.size", int64_t(size), sizeof(size_t), 65536);
-        r.size = size;
-        memcpy(plan, &r, std::min(size, sizeof r));
+        give_struct(plan, r, "engine_plan_info");
         return ENGINE_OK;
     });
 }

@@ -14,7 +14,8 @@
    2. The caller owns the engine_error and may pass NULL. `msg` names the file, field or number that matters;
       it is untouched on success.
    3. Option structs: the first field is the struct's size. Zero-initialise, then set `size = sizeof opt` (0 is
-      taken as that too); every field at zero means its default. A NULL pointer means all defaults.
+      taken as that too); every field at zero means its default. A NULL pointer means all defaults. A newer caller's
+      fields that this version does not know must be zero.
    4. Functions that return text or tokens follow snprintf: at most `cap` items are written, the return value is
       how many there are in all. Text is not counted with its terminating NUL, which is written when cap > 0.
       `len` of an input text may be (size_t)-1: then it ends at its NUL.
@@ -204,8 +205,9 @@ ENGINE_API int engine_session_ctx(const engine_session *session);
 
 /* Makes the timeline equal to ids[0 ... n): keeps the longest prefix that it already holds or finds in the pages of any
    session of this model, drops the rest and evaluates what is new. Afterwards the logits of the last position can be
-   read. Returns how many tokens were reused. On ENGINE_ECANCELLED the timeline is a prefix of ids, and a later call
-   goes on from there; any other failure after the checks of the arguments leaves a prefix as well. n = 0 empties it. */
+   read. Returns how many tokens were reused. On ENGINE_ECANCELLED the timeline is a prefix of ids (or what it was, if
+   the cancel came first), and a later call goes on from there; any other failure after the checks of the arguments
+   leaves a prefix as well. n = 0 empties it. */
 ENGINE_API int engine_sync(engine_session *session, const int32_t *ids, size_t n, engine_error *err);
 
 /* Appends ids to the timeline and evaluates them. Returns 0. On failure the timeline is what it was, with those of the
@@ -225,8 +227,8 @@ ENGINE_API int engine_tokens(const engine_session *session, int32_t *ids, size_t
    end. Safe from any thread and from a signal handler. */
 ENGINE_API void engine_cancel(engine_session *session);
 
-/* fn(user, done, total) is called between the chunks of an evaluation, in tokens, 0 < done < total: never for one that
-   fits into one chunk. NULL: none. */
+/* fn(user, done, total) is called between the chunks of an evaluation (in engine_step: that of the first session), in
+   tokens, 0 < done < total: never for one that fits into one chunk. NULL: none. */
 typedef int (*engine_progress_fn)(void *user, int64_t done, int64_t total);
 ENGINE_API void engine_on_progress(engine_session *session, engine_progress_fn fn, void *user);
 
@@ -259,9 +261,11 @@ ENGINE_API int engine_note(const engine_session *session, char *out, size_t cap)
    of an old file, so that a crash or a full disk leaves the old one. The mode is 0600. */
 ENGINE_API int engine_save(engine_session *session, const char *path, engine_error *err);
 
-/* Replaces the timeline by one from a file. It must come from this very model file and have cache rows of this
-   session's type; a damaged, cut or newer file is refused. On failure the session is what it was
-   (unless the file changes while it is read: then the timeline is empty). Returns the number of tokens. */
+/* Replaces the timeline by one from a file. It must come from this model (told by the file's header, sizes and a sample
+   of its weights) and have cache rows of this session's type; a damaged, cut or newer file is refused. The checksums
+   find damage, not malice: whoever writes the file chooses what the model remembers, but only in this session, whose
+   pages no other one will share. On failure the session is what it was, unless the file changes while it is read or
+   memory ends: then the timeline is empty. Returns the number of tokens. */
 ENGINE_API int engine_load(engine_session *session, const char *path, engine_error *err);
 
 /* ---- logits and sampling ------------------------------------------------------------------------------------- */
@@ -272,8 +276,8 @@ ENGINE_API int engine_logits(engine_session *session, const float **out, engine_
 
 /* Logits at every position: evaluates ids like engine_eval and calls fn(user, i, logits) for each i in [0, n), in
    order; `logits` (n_vocab floats) predicts the token after ids[i] and is valid inside the call. fn runs under the
-   model's lock: it must not call functions that compute on, make or free a session of this model. When fn stops it, the
-   timeline ends at a chunk's boundary. */
+   model's lock: what would compute on a session of this model, save, load or make one is ENGINE_EINVAL there. When fn
+   stops it, the timeline ends at a chunk's boundary. */
 typedef int (*engine_logits_fn)(void *user, size_t i, const float *logits);
 ENGINE_API int engine_eval_all(engine_session *session, const int32_t *ids, size_t n, engine_logits_fn fn, void *user,
                                engine_error *err);
@@ -370,7 +374,8 @@ typedef struct engine_result {
 
 /* Samples, appends and evaluates tokens until a reason to stop. The last token of an answer, an end token included, is
    appended but not evaluated: the next sync or eval does that. On ENGINE_ECANCELLED fn has received the text up to
-   there, and the timeline holds what was evaluated. fn NULL: no text is wanted; result may be NULL. */
+   there, and the timeline holds all that was sampled, the last token perhaps not evaluated. fn NULL: no text is wanted;
+   result may be NULL. */
 ENGINE_API int engine_generate(engine_session *session, const engine_generate_options *opt, engine_text_fn fn,
                                void *user, engine_result *result, engine_error *err);
 
@@ -380,7 +385,7 @@ typedef struct engine_session_stats {
     int64_t reused_tokens;    /* of those, not evaluated again */
     int64_t shared_tokens;    /* of those, found in pages of other or earlier timelines */
     double prefill_seconds;   /* time of the last engine_sync */
-    int64_t decode_tokens;    /* single-token steps since the last engine_sync */
+    int64_t decode_tokens;    /* single-token steps since the last engine_sync, those of batches not counted */
     double decode_seconds;    /* their time in all */
     double itl_p50, itl_p99;  /* seconds between tokens, over the last 4096 of those steps */
     int64_t decode_bytes;     /* bytes of weights and cache that they read */
@@ -415,8 +420,8 @@ typedef struct engine_plan_info {
     int64_t token_macs;      /* multiply-adds with weights per token of prefill (attention comes on top) */
 } engine_plan_info;
 
-/* What a session with these options will need, without making it or reading the weights: cache_bytes + work_bytes +
-   scratch_bytes is what engine_info's allocated_bytes will show when it is the model's only session. */
+/* What a session with these options will need, without making it or reading the weights (unless no_mmap): cache_bytes +
+   work_bytes + scratch_bytes is what engine_info's allocated_bytes will show when it is the model's first session. */
 ENGINE_API int engine_plan(const char *path, const engine_open_options *open, const engine_session_options *session,
                            engine_plan_info *plan, engine_error *err);
 

@@ -564,14 +564,12 @@ TEST(SessionPages, AreSharedAndCountedOnce) {
     }
     open_session c(m.m, 512);
     EXPECT_EQ(c.sync(model_ids(300, 17)), 256);
-    // Tokens are compared, not only hashes: with a forged table of names nothing is taken over.
+    // Tokens are compared, not only hashes.
     page_pool &pool = a.s->cache.store.pool[SEES_ALL];
-    const model_ids other(300, 23);
-    const digest name = sha256().value(a.s->cache.store.root).add(other.data(), 512).finish();
-    pool.names[name] = a.s->cache.table[0][0];
-    EXPECT_EQ(c.sync(other), 0);
-    EXPECT_EQ(c.logits(), session_cold(model_shipped, other, nullptr));
-    pool.names.erase(name);
+    pool.pages[size_t(a.s->cache.table[0][1])].tokens[77] ^= 1;
+    open_session d(m.m, 512);
+    EXPECT_EQ(d.sync(longer), 128);
+    EXPECT_EQ(d.logits(), session_cold(model_shipped, longer, nullptr));
 }
 
 TEST(SessionPages, ThousandQuestionsWithOnePrefix) {
@@ -650,6 +648,150 @@ TEST(SessionPlan, EqualsTheAllocatorToTheByte) {
                               int64_t(s.s->tokens.capacity() + s.s->logits.capacity() + s.s->itl.capacity()) * 4);
                     EXPECT_EQ(plan.weight_bytes, info.weight_bytes);
                 }
+}
+
+namespace {
+
+int session_throw(void *, size_t, const float *) { throw 7; }
+
+} // namespace
+
+// A callback that throws ends the call like any failure: nothing that was not evaluated stays.
+TEST(SessionStep, ThrowingCallbacksLeaveAWholeSession) {
+    for (const int window : {0, 16, 200}) {
+        temp_file dir;
+        const std::string path = window ? session_window_model(dir, window) : model_shipped;
+        open_model m(path, 2);
+        open_session s(m.m, 1024, 100);
+        const model_ids ids = model_prompt(700, 2048);
+        s.sync(session_first(ids, 300));
+        for (int i = 0; i < 3; i++) {
+            EXPECT_EQ(engine_eval_all(s.s, ids.data() + 300, 200, session_throw, nullptr, &s.err), ENGINE_EINTERNAL);
+            EXPECT_STREQ(s.err.msg, "a callback threw");
+            EXPECT_EQ(engine_tokens(s.s, nullptr, 0), 300);
+            ASSERT_EQ(engine_save(s.s, dir.file.c_str(), &s.err), 0) << s.err.msg;
+        }
+        EXPECT_EQ(s.logits(), session_cold(path, session_first(ids, 300), nullptr));
+        ASSERT_EQ(engine_load(s.s, dir.file.c_str(), &s.err), 300) << s.err.msg;
+        s.sync(ids);
+        EXPECT_EQ(s.logits(), session_cold(path, ids, nullptr));
+        session_check_pages(*m.m);
+    }
+}
+
+// What would wait for the lock that its own caller holds is an error.
+TEST(SessionStep, CallbacksUnderTheLockMayNotCompute) {
+    temp_file dir;
+    open_model m(model_shipped, 1);
+    open_session a(m.m, 64), b(m.m, 64);
+    b.sync({1, 2, 3});
+    struct target {
+        engine_model *model;
+        engine_session *other;
+        std::string file;
+        int codes[6];
+    } to = {m.m, b.s, dir.file, {}};
+    const auto fn = [](void *user, size_t, const float *) {
+        target &t = *static_cast<target *>(user);
+        const int32_t id = 1;
+        const float *logits;
+        engine_session *made;
+        const int codes[] = {
+            engine_eval(t.other, &id, 1, nullptr),         engine_sync(t.other, &id, 1, nullptr),
+            engine_save(t.other, t.file.c_str(), nullptr), engine_load(t.other, t.file.c_str(), nullptr),
+            engine_logits(t.other, &logits, nullptr),      engine_session_new(&made, t.model, nullptr, nullptr)};
+        std::copy(codes, codes + 6, t.codes);
+        return 0;
+    };
+    const int32_t id = 5;
+    ASSERT_EQ(engine_eval_all(a.s, &id, 1, fn, &to, &a.err), 0) << a.err.msg;
+    for (int code : to.codes)
+        EXPECT_EQ(code, ENGINE_EINVAL);
+    EXPECT_EQ(b.eval({4}), 0) << "afterwards it may";
+}
+
+TEST(SessionFile, ACancelIsNotForSaving) {
+    temp_file dir;
+    open_model m(model_shipped, 1);
+    open_session s(m.m, 64);
+    s.sync({1, 2, 3});
+    engine_cancel(s.s);
+    EXPECT_EQ(engine_save(s.s, dir.file.c_str(), &s.err), 0) << s.err.msg;
+    EXPECT_EQ(engine_load(s.s, dir.file.c_str(), &s.err), 3) << s.err.msg;
+    const int32_t id = 1;
+    EXPECT_EQ(engine_eval(s.s, &id, 1, &s.err), ENGINE_ECANCELLED) << "it is for the next call that computes";
+    ASSERT_EQ(mkfifo((dir.file + "2.part").c_str(), 0600), 0);
+    EXPECT_EQ(engine_save(s.s, (dir.file + "2").c_str(), &s.err), ENGINE_EIO) << "a pipe in the way does not hang";
+}
+
+// The content of a file is not vouched for: it is used in the session that loaded it only.
+TEST(SessionFile, OtherSessionsDoNotSeeItsPages) {
+    temp_file dir;
+    const model_ids ids = model_prompt(300, 2048);
+    {
+        open_model m(model_shipped, 1);
+        open_session s(m.m, 512);
+        s.sync(ids);
+        ASSERT_EQ(engine_save(s.s, dir.file.c_str(), &s.err), 0) << s.err.msg;
+    }
+    std::string bytes = test::read_file(dir.file); // other values in page 0, with a checksum that is right
+    session_head head;
+    memcpy(&head, bytes.data(), sizeof head);
+    const size_t page = size_t(head.page_bytes[0]), at = bytes.size() - 3 * (page + 32);
+    bytes[at + 1] = char(bytes[at + 1] ^ 0x20);
+    digest sum;
+    memcpy(&sum, &bytes[at - 32], 32);
+    sum = sha256().value(sum).value(uint64_t(0)).add(&bytes[at], page).finish();
+    memcpy(&bytes[at + page], &sum, 32);
+    test::write_file(dir.file, bytes);
+
+    open_model m(model_shipped, 1);
+    open_session s(m.m, 1024), other(m.m, 1024);
+    ASSERT_EQ(engine_load(s.s, dir.file.c_str(), &s.err), 300) << s.err.msg;
+    const model_ids longer = model_prompt(600, 2048);
+    s.sync(longer);
+    EXPECT_NE(s.logits(), session_cold(model_shipped, longer, nullptr)) << "the test's change counts";
+    EXPECT_EQ(other.sync(longer), 0);
+    EXPECT_EQ(other.logits(), session_cold(model_shipped, longer, nullptr));
+    engine_rewind(s.s, 0, nullptr);
+    EXPECT_EQ(s.sync(longer), 512) << "its own are all gone, the other's are there";
+    EXPECT_EQ(s.logits(), other.logits());
+}
+
+TEST(SessionWindow, OddWindows) {
+    for (const int window : {1, 2, 127, 128, 129}) {
+        temp_file dir;
+        const std::string path = session_window_model(dir, window);
+        open_model m(path, 2);
+        const model_ids ids = model_prompt(600, 2048);
+        open_session s(m.m, 600, 37), t(m.m, 600, 512);
+        for (const size_t n : {size_t(128), size_t(255), size_t(256), size_t(257)}) {
+            s.sync(session_first(ids, n));
+            ASSERT_EQ(engine_save(s.s, dir.file.c_str(), &s.err), 0) << s.err.msg;
+            ASSERT_EQ(engine_load(t.s, dir.file.c_str(), &t.err), int(n)) << t.err.msg;
+            const model_ids longer = session_first(ids, n + 200);
+            t.sync(longer);
+            EXPECT_EQ(t.logits(), session_cold(path, longer, nullptr)) << window << " " << n;
+        }
+        session_check_pages(*m.m);
+    }
+    test::temp_dir dir; // a window that no context reaches
+    const std::string path = session_window_model(dir, 1000), key = "gemma3.attention.sliding_window";
+    std::string bytes = test::read_file(path);
+    size_t at = bytes.find(key);
+    while (at != std::string::npos && bytes[at + key.size()] == '_')
+        at = bytes.find(key, at + 1);
+    ASSERT_NE(at, std::string::npos);
+    const int32_t most = INT_MAX;
+    memcpy(&bytes[at + key.size() + 4], &most, 4); // behind the key's type
+    test::write_file(path, bytes);
+    engine_session_options options = {};
+    options.n_ctx = 1000;
+    engine_plan_info plan = {};
+    engine_error err = {};
+    ASSERT_EQ(engine_plan(path.c_str(), nullptr, &options, &plan, &err), 0) << err.msg;
+    EXPECT_GE(plan.cache_bytes, plan.page_bytes * 8);
+    EXPECT_LT(plan.cache_bytes, plan.page_bytes * 100);
 }
 
 TEST(SessionStep, BadBatchesAreErrors) {
