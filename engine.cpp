@@ -8725,6 +8725,8 @@ struct file_writer {
             path = real;
         part = path + ".part";
         struct stat open_file, named;
+        if (path.empty())
+            fail(ENGINE_EINVAL, "path is empty");
         if (!stat(path.c_str(), &named) && !S_ISREG(named.st_mode))
             fail(ENGINE_EIO, "%s: is not a file", show_path(path).c_str());
         do {
