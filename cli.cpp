@@ -27,6 +27,7 @@
 #include <locale.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -316,6 +317,7 @@ enum option_bits {
     PLAN = 64,
     SETTABLE = 128,      // by /set, and kept in session files
     SHAPES_ANSWER = 256, // without effect where there is none
+    NOT_KEPT = 512,      // in session files: a later answer would be cut for a forgotten reason
     ALL = 127,
     GENERATE = RUN | CHAT,
     COMPUTES = RUN | CHAT | PERPLEXITY | BENCH,
@@ -349,7 +351,7 @@ struct option_row {
     const char *help;
 };
 
-const double INT_TOP = INT_MAX;
+const double INT_TOP = INT_MAX, CTX_TOP = 1 << 28;
 
 const option_row option_table[] = {
     {'m', "model", "FILE", ALL, &opt.model, 0, 0, "the model, a GGUF file (or simply the first argument)"},
@@ -358,12 +360,13 @@ const option_row option_table[] = {
     {'s', "system", "TEXT", GENERATE, &opt.system, 0, 0, "the system message"},
     {0, "messages", "FILE", RUN, &opt.messages, 0, 0, "the conversation as a JSON array of messages; - is stdin"},
     {0, "session", "FILE", GENERATE, &opt.session, 0, 0,
-     "go on with the conversation in FILE, if it exists, and write it at the end"},
-    {'n', "max-tokens", "N", SAMPLE, &opt.answer.max_tokens, -1, INT_TOP,
+     "go on with the conversation in FILE, if it exists, and write it (chat: after each answer; from 64 MiB on at "
+     "exit)"},
+    {'n', "max-tokens", "N", SAMPLE | NOT_KEPT, &opt.answer.max_tokens, -1, INT_TOP,
      "stop after N tokens (0 or -1: at the end of turn or context)"},
-    {'c', "ctx", "N", SIZES, &opt.ctx, 0, INT_TOP, "context size in tokens (0: as the model was trained)"},
-    {'c', "ctx", "N", PERPLEXITY, &opt.ctx, 2, INT_TOP, "tokens per window (512)"},
-    {0, "kv", "TYPE", COMPUTES | PLAN, &opt.kv, 0, 0, "type of the cache rows: f16 (default) or q8_0"},
+    {'c', "ctx", "N", SIZES, &opt.ctx, 0, CTX_TOP, "context size in tokens (0: as the model was trained)"},
+    {'c', "ctx", "N", PERPLEXITY, &opt.ctx, 2, CTX_TOP, "tokens per window (512)"},
+    {0, "kv", "f16|q8_0", COMPUTES | PLAN, option_target(CHOICE, &opt.kv), 0, 0, "type of the cache rows (f16)"},
     {'t', "threads", "N", COMPUTES | PLAN, &opt.threads, 0, 512, "threads (0: one per core)"},
     {0, "template", "FILE", GENERATE, &opt.template_file, 0, 0, "a chat template (Jinja) instead of the model's own"},
     {0, "template-arg", "K=V", GENERATE, &opt.template_args, 0, 0,
@@ -406,7 +409,7 @@ const option_row option_table[] = {
     {0, "logit-bias", "ID+X", SAMPLE, &opt.answer.bias, 0, 0,
      "add X to a token's logit: 15+2.5, 15-1, 15=-inf (never); repeatable"},
     {0, "seed", "N", SAMPLE, &opt.answer.sampling.seed, 0, 0, "seed of the draws (-1: a new one; it is shown)"},
-    {0, "stop", "TEXT", SAMPLE, &opt.answer.stops, 0, 0, "end the answer before this text; repeatable"},
+    {0, "stop", "TEXT", SAMPLE | NOT_KEPT, &opt.answer.stops, 0, 0, "end the answer before this text; repeatable"},
     {0, "ignore-eos", nullptr, SAMPLE, &opt.answer.ignore_eos, 0, 0, "go on when the model ends its turn"},
     {0, "raw", nullptr, RUN, &opt.raw, 0, 0, "complete the text as it is; special tokens in it count"},
     {0, "logits", nullptr, RUN, &opt.logits, 0, 0,
@@ -436,6 +439,8 @@ const option_row *settable(const string &name) {
             return &row;
     return nullptr;
 }
+
+bool is_kept(const option_row &row) { return (row.commands & (SETTABLE | NOT_KEPT)) == SETTABLE; }
 
 struct command {
     const char *name;
@@ -520,8 +525,9 @@ bool store_option(const option_row &row, const char *text, string &range) {
     case FLAG:
         return to.get<bool>() = true;
     case TEXT:
+        range = "a file's name";
         to.get<const char *>() = text;
-        return true;
+        return *text || strcmp(row.value, "FILE") != 0;
     case TEXTS:
         range = "some text";
         to.get<vector<const char *>>().push_back(text);
@@ -821,13 +827,51 @@ string read_input(const char *path, bool or_stdin = true) {
     return out;
 }
 
-// Writes a file that only its owner may read: under another name first, so that a full disk leaves the old one. What
-// is no regular file, such as a pipe, is written as it is. Returns 0 or an errno.
-int write_file(const string &path, const string &text) {
-    struct stat old;
-    const bool direct = stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode);
-    const string part = direct ? path : path + ".part";
-    const int fd = open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (direct ? 0 : O_NOFOLLOW), 0600);
+// What a command of the chat calls a file: ~ is the home.
+string user_path(const string &name) {
+    const char *home = getenv("HOME");
+    return home && *home && name[0] == '~' && (name.size() == 1 || name[1] == '/') ? home + name.substr(1) : name;
+}
+
+// All zeros when there is no such file.
+struct stat state_of(const string &path) {
+    struct stat st = {};
+    return stat(path.c_str(), &st) < 0 ? (struct stat){} : st;
+}
+
+// Before a file is replaced: one that begins like nothing that this program writes stays.
+void check_replaceable(const string &path, const char *kind, const vector<string> &beginnings) {
+    const struct stat old = state_of(path);
+    struct stat link;
+    if (!old.st_nlink && lstat(path.c_str(), &link) == 0)
+        fail(EXIT_ERROR, "%s: is a link that leads nowhere", path.c_str());
+    if (!S_ISREG(old.st_mode) || !old.st_size)
+        return;
+    char head[16];
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? -1 : read(fd, head, sizeof head);
+    const int problem = errno;
+    if (fd >= 0)
+        close(fd);
+    if (n < 0)
+        fail(EXIT_ERROR, "%s: is there and cannot be read: %s", path.c_str(), strerror(problem));
+    for (const string &b : beginnings)
+        if (size_t(n) >= b.size() && string(head, b.size()) == b)
+            return;
+    fail(EXIT_ERROR, "%s: is there already and is no %s, so it is not overwritten", path.c_str(), kind);
+}
+
+// Writes a file that only its owner may read: under another name first, so that a full disk leaves the old one. A link
+// stays one. What is no regular file, such as a pipe, is written as it is. Returns 0 or an errno.
+int write_file(string path, const string &text) {
+    if (char *real = realpath(path.c_str(), nullptr)) {
+        path = real;
+        free(real);
+    }
+    const mode_t mode = state_of(path).st_mode;
+    const bool direct = mode && !S_ISREG(mode);
+    string part = direct ? path : path + ".XXXXXX";
+    const int fd = direct ? open(path.c_str(), O_WRONLY | O_CLOEXEC) : mkostemp(&part[0], O_CLOEXEC); // 0600
     if (fd < 0)
         return errno;
     int problem = 0;
@@ -838,7 +882,7 @@ int write_file(const string &path, const string &text) {
         else if (errno != EINTR || caught)
             problem = errno;
     }
-    if (!direct && !problem && (fchmod(fd, 0600) < 0 || fsync(fd) < 0))
+    if (!direct && !problem && fsync(fd) < 0)
         problem = errno;
     if (close(fd) < 0 && !problem)
         problem = errno;
@@ -953,6 +997,7 @@ struct opened {
     engine_error err = {};
     bool plain = true;  // text is completed as it is, no template is used
     int from_model = 0; // the model's metadata has defaults for sampling
+    uint64_t drawn_seed = UINT64_MAX;
     string template_text;
     vector<std::pair<string, string>> template_args; // name, JSON
 
@@ -1095,6 +1140,8 @@ struct opened {
         for (setting &s : opt.given)
             if (s.row->commands & SETTABLE)
                 store_option(*s.row, s.value.c_str(), range);
+        if (a.sampling.seed == UINT64_MAX)
+            a.sampling.seed = drawn_seed;
         for (const engine_logit_bias &b : a.bias)
             if (b.id >= info.n_vocab)
                 fail(EXIT_ERROR, "--logit-bias: there is no token %d: this model has %d", b.id, info.n_vocab);
@@ -1110,12 +1157,12 @@ struct opened {
             throw;
         }
     }
-    // The seed in use counts as given, so that it is kept with a session.
+    // A seed that the user gave is kept with a session, one that was drawn is not.
     void set_seed(uint64_t seed) {
-        const option_row *row = settable("seed");
-        opt.given.remove_if([row](const setting &s) { return s.row == row; });
-        opt.given.push_back({row, std::to_string(seed)});
-        opt.answer.sampling.seed = seed;
+        opt.answer.sampling.seed = drawn_seed = seed;
+        for (setting &s : opt.given)
+            if (s.row == settable("seed") && s.value != "-1")
+                s.value = std::to_string(seed);
     }
     // 32 random bits, short enough to be typed again, where no seed was given.
     void draw_seed() {
@@ -1203,10 +1250,7 @@ struct conversation {
 
     string describe() const { return strf("%zu message%s", messages.size(), messages.size() == 1 ? "" : "s"); }
 
-    void save(opened &m, const char *path) const {
-        struct stat old;
-        if (stat(path, &old) == 0 && !S_ISREG(old.st_mode)) // a device or a pipe would be replaced
-            fail(EXIT_ERROR, "%s: is not a file", path);
+    string note_bytes() const {
         string out;
         const auto put = [&out](const string &s) { out += s + '\0'; };
         const auto record = [&](const char *what, const string &name, const string &text) {
@@ -1216,12 +1260,24 @@ struct conversation {
         if (has_system)
             record("system", "", system);
         for (const setting &s : opt.given)
-            if (s.row->commands & SETTABLE)
+            if (is_kept(*s.row) && (s.row->target.kind != SEED || s.value != "-1"))
                 record("set", s.row->name, s.value);
         for (const chat_message &c : messages)
             record("message", c.role, c.content);
-        m.check(engine_set_note(m.session, out.data(), out.size(), &m.err));
-        m.check(engine_save(m.session, path, &m.err));
+        return out;
+    }
+
+    void save(opened &m, const string &path) const {
+        check_replaceable(path, "session", {"engsess\n"});
+        const string bytes = note_bytes();
+        m.check(engine_set_note(m.session, bytes.data(), bytes.size(), &m.err));
+        if (engine_save(m.session, path.c_str(), &m.err) == 0)
+            return;
+        const string reason = m.err.msg, part = ".part: "; // the user knows the file, not the name it is made under
+        const size_t at = reason.rfind(part);
+        if (at == string::npos)
+            fail(EXIT_ERROR, "%s", reason.c_str());
+        fail(EXIT_ERROR, "%s: %s", path.c_str(), reason.c_str() + at + part.size());
     }
 
     // Takes a session's file: timeline, conversation and settings (which are applied). With `options_win`, what the
@@ -1250,7 +1306,7 @@ struct conversation {
             else if (what == "message" && (name == "user" || name == "assistant"))
                 next.messages.push_back({name, text});
             else if (what == "set" && settable(name))
-                settings.push_back({settable(name), text});
+                settings.push_back({settable(name), text}); // what is not kept any more is dropped below
             else
                 good = false;
         }
@@ -1260,6 +1316,7 @@ struct conversation {
         m.apply_settings(); // what the check has left behind goes
         if (!good)
             fail(EXIT_ERROR, "%s: its conversation is damaged", path);
+        settings.remove_if([](const setting &s) { return !is_kept(*s.row); });
         m.replace_settings(merge_settings(settings, options_win));
         *this = std::move(next);
         return true;
@@ -1274,9 +1331,60 @@ struct conversation {
                                    [&s](const setting &given) { return s.row == given.row; });
             });
         else
-            merged.remove_if([](const setting &s) { return (s.row->commands & SETTABLE) != 0; });
+            merged.remove_if([](const setting &s) { return is_kept(*s.row); });
         merged.splice(merged.begin(), of_file);
         return merged;
+    }
+};
+
+// The file that a conversation lives in, and what it was when it was read or written last. When another process has
+// written it since, that stays, and this conversation goes to FILE.1 or the next free number.
+struct session_file {
+    string path;        // "": none
+    bool moved = false; // the conversation is not where the user wanted it
+    struct stat seen;   // all zeros: there was none
+    string written;     // its note
+
+    session_file() : session_file("") {}
+    explicit session_file(const string &name) : path(name), seen(state_of(name)) {}
+
+    bool is(const struct stat &other) const { return seen.st_ino == other.st_ino && seen.st_dev == other.st_dev; }
+    bool changed() const {
+        const struct stat now = state_of(path);
+        return now.st_nlink && !(is(now) && seen.st_size == now.st_size && seen.st_mtim.tv_sec == now.st_mtim.tv_sec &&
+                                 seen.st_mtim.tv_nsec == now.st_mtim.tv_nsec);
+    }
+    void note_state(const string &note) { seen = state_of(path), written = note; }
+
+    // Nothing happens when the file has it all.
+    void save(opened &m, const conversation &talk) {
+        const string note = talk.note_bytes();
+        const bool nothing_new = note == written || (written.empty() && talk.messages.empty());
+        if (path.empty() || (nothing_new && state_of(path).st_nlink))
+            return;
+        // The folder's lock keeps two of these programs apart from the look at the file until it is written, and
+        // leaves nothing behind. Someone else's lock on it is not waited for longer than a save could take.
+        const size_t slash = path.rfind('/');
+        const int folder = open(slash == string::npos ? "." : path.substr(0, slash + 1).c_str(), O_RDONLY | O_CLOEXEC);
+        for (int i = 0; folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && errno == EWOULDBLOCK && i < 200; i++)
+            poll(nullptr, 0, 50);
+        try {
+            if (changed()) {
+                const string old = path;
+                struct stat st;
+                for (int i = 1; i == 1 || lstat(path.c_str(), &st) == 0; i++)
+                    path = old + "." + std::to_string(i);
+                moved = true;
+                tell("engine: %s: another process has written it; this conversation goes to %s\n", old.c_str(),
+                     path.c_str());
+            }
+            talk.save(m, path);
+            note_state(note);
+        } catch (const quit &) {
+            close(folder);
+            throw;
+        }
+        close(folder);
     }
 };
 
@@ -1330,7 +1438,11 @@ struct answer {
         return a.write_code;
     }
     bool interrupted() const { return code == ENGINE_ECANCELLED || write_code == EINTR; }
-    bool failed() const { return code < 0 && !interrupted(); }
+    bool failed() const { return code < 0 && !interrupted() && !write_code; }
+    void leave_if_unwritten() const {
+        if (write_code && write_code != EINTR)
+            leave_unwritten(write_code);
+    }
     bool context_full() const { return code == 0 && result.reason == ENGINE_STOP_CONTEXT; }
     const char *finish_reason() const {
         static const char *const names[] = {"stop", "length", "context", "stop_string"}; // ENGINE_STOP_*
@@ -1368,8 +1480,6 @@ void make_answer(opened &m, const vector<int32_t> &ids, answer &a) {
         a.code = engine_generate(m.session, &gen, answer::on_text, &a, &a.result, &a.err);
     if (a.in_reasoning && !a.write_code)
         a.switch_to(false);
-    if (a.write_code && a.write_code != EINTR)
-        leave_unwritten(a.write_code);
 }
 
 void print_statistics(opened &m, const answer &a) {
@@ -1507,6 +1617,7 @@ void answer_once(const char *missing) {
     m.apply_settings();
     m.start(opt.ctx);
     conversation talk;
+    session_file file(opt.session ? opt.session : "");
     if (old)
         talk.load(m, opt.session, true);
     m.draw_seed();
@@ -1520,23 +1631,29 @@ void answer_once(const char *missing) {
 
     answer a(!opt.json);
     make_answer(m, ids, a);
-    if (opt.json && !a.failed())
-        print(answer_json(m, a, ids.size()));
-    else if (!opt.json && !a.write_code && (a.code == 0 || !a.text.empty()))
-        print("\n");
+    const string end = a.failed()                       ? ""
+                       : opt.json                       ? answer_json(m, a, ids.size())
+                       : a.code == 0 || !a.text.empty() ? "\n"
+                                                        : "";
+    if (!a.write_code)
+        a.write_code = write_out(end.data(), end.size());
     if (a.failed())
         fail(EXIT_ERROR, "%s", a.err.msg);
     if (a.context_full())
         note("stopped: the context of %d tokens is full", ctx);
-    print_statistics(m, a);
-    if (opt.session) {
+    if (!a.write_code || a.interrupted())
+        print_statistics(m, a);
+    if (opt.session) { // what no one reads any more is a part of the conversation as well
         if (a.interrupted() && a.text.empty() && !talk.messages.empty())
             talk.messages.pop_back(); // the message without an answer
         else if (!opt.messages)
             talk.messages.push_back({"assistant", without_nul(a.text)});
-        talk.save(m, opt.session);
+        file.save(m, talk);
     }
+    a.leave_if_unwritten();
     leave_if_caught();
+    if (file.moved)
+        throw quit{EXIT_ERROR};
 }
 
 void cmd_run() { answer_once(no_prompt); }
@@ -1768,12 +1885,13 @@ struct line_reader {
         const size_t slash = path.rfind('/');
         const string folder = slash == string::npos ? "" : path.substr(0, slash + 1);
         word = path.substr(folder.size());
-        if (DIR *dir = opendir(folder.empty() ? "." : folder.c_str())) {
+        if (DIR *dir = opendir(folder.empty() ? "." : user_path(folder).c_str())) {
             while (const dirent *entry = readdir(dir)) {
                 const string name = entry->d_name;
                 struct stat st;
                 if (name.compare(0, word.size(), word) == 0 && (name[0] != '.' || !word.empty()))
-                    out.push_back(name + (stat((folder + name).c_str(), &st) == 0 && S_ISDIR(st.st_mode) ? "/" : ""));
+                    out.push_back(
+                        name + (stat((user_path(folder) + name).c_str(), &st) == 0 && S_ISDIR(st.st_mode) ? "/" : ""));
             }
             closedir(dir);
         }
@@ -1947,8 +2065,9 @@ struct line_reader {
 struct chat {
     opened &m;
     conversation talk;
+    session_file file;
 
-    explicit chat(opened &model) : m(model) {}
+    explicit chat(opened &model) : m(model), file(opt.session ? opt.session : "") {}
 
     // The prompt for the last message. Where there is room for a few words only, it is refused.
     vector<int32_t> prompt() const {
@@ -1966,11 +2085,12 @@ struct chat {
     bool answer_with(const vector<int32_t> &ids) {
         answer a(true);
         make_answer(m, ids, a);
-        if (!a.write_code && (!a.text.empty() || a.interrupted()))
-            print("\n");
         const bool some = a.code == 0 || !a.text.empty();
-        if (some)
+        if (some) // first of all: the terminal may be gone
             talk.messages.push_back({"assistant", without_nul(a.text)});
+        a.leave_if_unwritten();
+        if (!a.text.empty() || a.interrupted())
+            print("\n");
         if (a.failed())
             fail(EXIT_ERROR, "%s", a.err.msg);
         if (some && a.interrupted())
@@ -1980,8 +2100,11 @@ struct chat {
                  "oldest turns, /clear begins anew, a larger context is set with -c",
                  a.result.n_tokens, ids.size(), engine_session_ctx(m.session));
         print_statistics(m, a);
+        if (some && m.stats().kv_bytes < SAVED_OFTEN)
+            file.save(m, talk);
         return some;
     }
+    enum { SAVED_OFTEN = 64 << 20 }; // bytes
 
     void send(const string &text) {
         talk.drop_unanswered();
@@ -2154,13 +2277,30 @@ struct chat {
         note("%s is %s", row->name, value_of(*row).c_str());
     }
 
+    bool is_own_file(const string &path) const {
+        return !file.path.empty() && session_file(path).is(state_of(file.path));
+    }
+
     void load(const string &path) {
         const string before = talk.describe();
+        const session_file read(path);
         if (!talk.load(m, path.c_str(), false))
             fail(EXIT_ERROR, "%s holds no conversation, only tokens", path.c_str());
         m.draw_seed();
         note("%s: %s, %lld tokens; this conversation had %s", path.c_str(), talk.describe().c_str(),
              (long long)m.stats().n_tokens, before.c_str());
+        if (file.path.empty() || is_own_file(path)) {
+            file = read;
+            file.written = m.session_note();
+            note("what comes now is written to this file");
+        } else {
+            say_where_it_goes();
+        }
+    }
+    void say_where_it_goes() const {
+        if (!file.path.empty())
+            note("%s gets this conversation in place of the one that is there, with the next answer or at the end",
+                 file.path.c_str());
     }
 
     void show_stats() {
@@ -2213,11 +2353,13 @@ struct chat {
             fail(EXIT_ERROR, "%s takes no argument", word.c_str());
         if (text.empty() && found->needs_argument())
             fail(EXIT_ERROR, "%s needs an argument: %s", word.c_str(), found->argument);
+        const string path = user_path(text);
         switch (found->command) {
         case CLEAR:
             m.check(engine_rewind(m.session, 0, &m.err));
             talk.messages.clear();
-            return note("conversation cleared");
+            note("conversation cleared");
+            return say_where_it_goes();
         case REGEN:
             return regenerate();
         case UNDO:
@@ -2231,16 +2373,19 @@ struct chat {
         case THINK:
             return set("think " + text);
         case SAVE:
-            talk.save(m, text.c_str());
-            return note("saved to %s", text.c_str());
+            talk.save(m, path);
+            if (is_own_file(path))
+                file.note_state(talk.note_bytes());
+            return note("saved to %s", path.c_str());
         case LOAD:
-            return load(text);
+            return load(path);
         case EXPORT:
-            if (const int problem = write_file(text, talk.json()))
-                fail(EXIT_ERROR, "%s: %s", text.c_str(), strerror(problem));
-            return note("%s written to %s", talk.describe().c_str(), text.c_str());
+            check_replaceable(path, "exported conversation", {"[\n{\"role\":\"", "[]\n"});
+            if (const int problem = write_file(path, talk.json()))
+                fail(EXIT_ERROR, "%s: %s", path.c_str(), strerror(problem));
+            return note("%s written to %s", talk.describe().c_str(), path.c_str());
         case READ:
-            return send_file(text);
+            return send_file(path);
         case STATS:
             return show_stats();
         case HELP:
@@ -2269,8 +2414,7 @@ struct chat {
 };
 
 // Talks until the user leaves.
-void converse(chat &c) {
-    line_reader reader;
+void converse(chat &c, line_reader &reader) {
     string text;
     for (int strikes = 0;;) { // strikes: Ctrl-C since something was entered
         bool block;
@@ -2318,9 +2462,10 @@ void cmd_chat() {
     m.apply_settings();
     m.start(opt.ctx);
     chat c(m);
-    if (old && c.talk.load(m, opt.session, true))
+    if (old && c.talk.load(m, opt.session, true)) {
+        c.file.written = m.session_note();
         note("%s: %s, %lld tokens", opt.session, c.talk.describe().c_str(), (long long)m.stats().n_tokens);
-    else if (old)
+    } else if (old)
         note("%s holds no conversation; its tokens are reused", opt.session);
     m.draw_seed();
     if (opt.system)
@@ -2333,18 +2478,28 @@ void cmd_chat() {
         fcntl(fd, F_SETFL, O_NONBLOCK);
     catch_signal(SIGCONT);
     greet(m);
+    line_reader reader;
     quit left = {EXIT_OK};
-    try {
-        converse(c);
-    } catch (const quit &q) { // whatever the reason, the session is written
-        left = q;
-    }
-    if (opt.session) {
+    for (bool again = true, first = true; again;
+         first = false) { // whatever the reason to leave, the session is written
+        try {
+            again = false;
+            converse(c, reader);
+        } catch (const quit &q) {
+            left = q;
+        }
         caught = 0;
-        c.talk.save(m, opt.session);
+        try {
+            c.file.save(m, c.talk);
+        } catch (const quit &) {
+            again = first && (left.code == EXIT_OK || left.code == 128 + SIGINT);
+            left.code = again ? EXIT_OK : EXIT_ERROR;
+            if (again)
+                tell("engine: the conversation is not saved: /save it to another file, or leave again and lose it\n");
+        }
     }
-    if (left.code)
-        throw left;
+    if (left.code || c.file.moved)
+        throw quit{left.code ? left.code : EXIT_ERROR};
 }
 
 // ---------------------------------------------------------------------------------------------------

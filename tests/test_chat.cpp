@@ -140,20 +140,24 @@ TEST(Chat, ReadsAndExportsFiles) {
     test::temp_dir dir;
     test::write_file(dir / "text", "Once \"upon\" a\ttime\n\xc3\xa9\n");
     test::write_file(dir / "blank", " \n");
-    test::write_file(dir / "old", "what was there before");
+    test::write_file(dir / "old", "[]\n"); // what this program exports of nothing
+    ASSERT_EQ(symlink("old", (dir / "link").c_str()), 0);
     cli_chat chat({"-n", "3"});
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "none"), "No such file"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir.path), "Is a directory"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "blank"), "has no text"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "text"), "| answer"));
     EXPECT_TRUE(cli_has(chat.say("/export " + dir / "no/such"), "No such file"));
-    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "old"), "2 messages written"));
+    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "link"), "2 messages written"));
+    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "old"), "2 messages written")) << "again";
     const std::string json = test::read_file(dir / "old");
     EXPECT_TRUE(cli_is_json(json)) << json;
     EXPECT_TRUE(cli_has(json, chat_message("user", "Once \\\"upon\\\" a\\ttime\\n\xc3\xa9"))) << json;
     struct stat st = {};
     EXPECT_EQ(stat((dir / "old").c_str(), &st), 0);
     EXPECT_EQ(st.st_mode & 0777, 0600u);
+    EXPECT_EQ(lstat((dir / "link").c_str(), &st), 0);
+    EXPECT_TRUE(S_ISLNK(st.st_mode));
     EXPECT_TRUE(cli_has(chat.say("/export /dev/null"), "2 messages written"));
     EXPECT_EQ(stat("/dev/null", &st), 0);
     EXPECT_TRUE(S_ISCHR(st.st_mode)) << "a device is written to, not replaced";
@@ -167,6 +171,30 @@ TEST(Chat, ReadsAndExportsFiles) {
     chat.type("\x03");
     EXPECT_TRUE(cli_has(chat.until("\n> ", 10), "Interrupted"));
     EXPECT_EQ(chat.leave(), 0);
+}
+
+TEST(Chat, OverwritesOnlyFilesOfItsOwn) {
+    test::temp_dir dir;
+    test::write_file(dir / "notes", "years of work\n");
+    test::write_file(dir / "data.json", "[1, 2, 3]\n");
+    test::write_file(dir / "empty", "");
+    ASSERT_EQ(symlink("notes", (dir / "link").c_str()), 0);
+    ASSERT_EQ(symlink("nothing", (dir / "loose").c_str()), 0);
+    cli_chat chat({"-n", "2"}, cli_terminal({"HOME=" + dir.path}));
+    for (const char *command : {"/save ", "/export "}) {
+        for (const char *name : {"notes", "data.json", "link"})
+            EXPECT_TRUE(cli_has(chat.say(command + dir / name), dir / name + ": is there already and is no "));
+        EXPECT_TRUE(cli_has(chat.say(command + dir / "loose"), "a link that leads nowhere"));
+    }
+    EXPECT_TRUE(cli_has(chat.say("/save " + dir / "empty"), "saved to"));
+    EXPECT_TRUE(cli_has(chat.say("/save ~/empty"), "saved to " + dir / "empty"));
+    EXPECT_TRUE(cli_has(chat.say("/export ~/empty"), "is no exported conversation"));
+    EXPECT_TRUE(cli_has(chat.say("/save ~/no/such"), dir / "no/such: cannot be created: No such file"));
+    EXPECT_TRUE(cli_has(chat.say("/read ~/notes"), "| answer"));
+    EXPECT_EQ(chat.leave(), 0);
+    EXPECT_EQ(test::read_file(dir / "notes"), "years of work\n");
+    EXPECT_EQ(test::read_file(dir / "data.json"), "[1, 2, 3]\n");
+    EXPECT_EQ(test::shell("ls '" + dir.path + "'").out, "data.json\nempty\nlink\nloose\nnotes\n");
 }
 
 // ---- a full context ----
@@ -694,6 +722,9 @@ TEST(Sessions, KeepTheOldFileWhenTheDiskIsFull) {
         chat.say(cli_long_text(1000)); // 2 kB of cache for each
         EXPECT_TRUE(cli_has(chat.say("/save " + file), says));
         EXPECT_EQ(test::read_file(file), old);
+        chat.type("\x04");
+        const std::string stays = chat.until("\n> ");
+        EXPECT_TRUE(cli_has(stays, says) && cli_has(stays, "/save it to another file, or leave again")) << stays;
         EXPECT_EQ(chat.leave(), 1) << "what cannot be kept is no success";
         EXPECT_TRUE(cli_has(chat.last, says)) << chat.last;
         EXPECT_EQ(test::read_file(file), old);
@@ -708,6 +739,92 @@ TEST(Sessions, KeepTheOldFileWhenTheDiskIsFull) {
         fill(dir / "disk", cli_terminal(), "No space left");
         EXPECT_EQ(umount((dir / "disk").c_str()), 0) << strerror(errno);
     }
+}
+
+// Whoever comes second to a file that another process has written keeps that, and its own conversation beside it.
+TEST(Sessions, OfTwoProcessesAreBothKept) {
+    test::temp_dir dir;
+    const std::string file = dir / "s";
+    const auto holds = [](const std::string &path, const std::string &text) {
+        cli_chat chat({"--session", path});
+        return cli_has(chat.exported(), chat_message("user", text)) && chat.leave() == 0;
+    };
+    for (int round = 0; round < 2; round++) { // without a file at first, then with one
+        const std::string n = std::to_string(round), words[] = {"first" + n, "second" + n, "third" + n};
+        cli_chat a({"--session", file, "-n", "2"}), b({"--session", file, "-n", "2"}), idle({"--session", file});
+        a.say(words[0]);
+        const std::string got = b.say(words[1]), other = file + "." + std::to_string(round + 1);
+        EXPECT_TRUE(cli_has(got, file + ": another process has written it; this conversation goes to " + other)) << got;
+        EXPECT_EQ(a.leave(), 0);
+        EXPECT_EQ(b.leave(), 1);
+        EXPECT_EQ(idle.leave(), 0) << "it has nothing to add";
+        EXPECT_TRUE(holds(file, words[0]) && holds(other, words[1]));
+    }
+    // The same for run, whose answer takes a while.
+    cli_child run({"run", cli_model(), "-p", "from run", "--ignore-eos", "-n", "1900", "--session", file});
+    run.close_input();
+    EXPECT_FALSE(run.read_until("a").empty());
+    EXPECT_EQ(cli_run("run", {"-p", "quick", "-n", "1", "--session", file}).code, 0);
+    kill(run.pid, SIGINT);
+    EXPECT_EQ(run.status(20), 130);
+    EXPECT_TRUE(holds(file, "quick"));
+    EXPECT_TRUE(holds(file + ".3", "from run"));
+}
+
+TEST(Sessions, AreWrittenAfterEachAnswer) {
+    test::temp_dir dir;
+    const std::string file = dir / "a", other = dir / "b";
+    {
+        cli_chat chat({"--session", file, "-n", "2", "--temp", "0", "--stop", "x", "--seed", "-1"});
+        chat.say("Hello");
+        kill(chat.child.pid, SIGKILL);
+        EXPECT_GT(chat.child.status(5), 0);
+    }
+    {
+        cli_chat chat({"--session", file});
+        EXPECT_TRUE(cli_has(chat.greeting, ": 2 messages, ")) << chat.greeting;
+        std::string got = chat.say("/set");
+        EXPECT_TRUE(cli_has(got, "temp               0\r")) << got;
+        EXPECT_FALSE(cli_has(got, "\"x\"")) << "a stop string belongs to the run that gave it: " << got;
+        EXPECT_TRUE(cli_has(chat.say("What is your name?"), "(stop)")) << "-n as well";
+        EXPECT_TRUE(cli_has(chat.say("/save " + other), "saved to"));
+        EXPECT_TRUE(cli_has(chat.say("/clear"), file + " gets this conversation in place"));
+        EXPECT_TRUE(cli_has(chat.say("/load " + other), file + " gets this conversation in place"));
+        EXPECT_EQ(chat.leave(), 0);
+    }
+    { // a chat without a file goes on in the one that it loads
+        const std::string before = test::read_file(file);
+        cli_chat chat({"-n", "1"});
+        EXPECT_TRUE(cli_has(chat.say("/load " + other), "is written to this file"));
+        chat.say("Once more");
+        EXPECT_EQ(chat.leave(), 0);
+        EXPECT_EQ(test::read_file(file), before);
+    }
+    cli_chat chat({"--session", other});
+    EXPECT_TRUE(cli_has(chat.greeting, ": 6 messages, ")) << chat.greeting;
+    EXPECT_EQ(chat.leave(), 0);
+}
+
+// Also what the model was saying when the terminal closed, or when no one read on.
+TEST(Sessions, KeepWhatWasNotHeard) {
+    test::temp_dir dir;
+    const std::string file = dir / "s";
+    {
+        cli_chat chat({"--session", file, "--ignore-eos", "--temp", "0"});
+        chat.type("Tell me a story\n");
+        chat.until("story");
+        ASSERT_FALSE(chat.until("e", 30).empty());
+        close(chat.child.out);
+        chat.child.in = chat.child.out = -1;
+        EXPECT_GT(chat.child.status(10), 0);
+        cli_chat next({"--session", file});
+        EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
+        EXPECT_EQ(next.leave(), 0);
+    }
+    const command_result r = cli_shell("$E run $M -p Hello --ignore-eos -n 500 --session '" + file + "2' | head -c 1");
+    EXPECT_EQ(r.out.size(), 1u);
+    cli_chat next({"--session", file + "2"});
+    EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
 }
 
 // Killed while it saves again and again, a chat leaves the old conversation or the new one.
