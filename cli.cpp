@@ -28,7 +28,9 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -86,18 +88,28 @@ double now_seconds() {
 std::atomic<engine_session *> computing{nullptr}; // the session to cancel
 std::atomic<int> caught{0};                       // the last signal since it was set to 0
 std::atomic<bool> at_prompt{false};
-std::atomic<bool> redraw{false}; // the terminal has another size, or the program was stopped
+std::atomic<int> redraw{0}; // SIGWINCH: the terminal has another size; SIGCONT: the program was stopped
 int wake_pipe[2] = {-1, -1};
+termios terminal_was; // before the chat changed it
+std::atomic<bool> terminal_changed{false};
+
+void restore_terminal() { // also in a signal's handler
+    if (!terminal_changed.exchange(false))
+        return;
+    tcsetattr(0, TCSANOW, &terminal_was);
+    if (write(1, "\x1b[?2004l", 8) < 0)
+        errno = 0; // it is gone
+}
 
 void on_signal(int sig) {
     const int saved = errno;
     engine_session *session = computing;
     if (sig == SIGCONT || sig == SIGWINCH)
-        redraw = true;
+        redraw = sig;
     else if (at_prompt)
         caught = sig;
     else if (!session || (caught.exchange(sig) && sig != SIGHUP)) // shells send SIGHUP twice
-        _exit(128 + sig);
+        restore_terminal(), _exit(128 + sig);
     else
         engine_cancel(session);
     if (at_prompt && write(wake_pipe[1], "", 1) < 0)
@@ -1700,6 +1712,9 @@ struct line_reader {
     bool had_text = false;   // INTERRUPT came with something typed, where that can be known
     bool ended = false;      // the end of the input was read, after `pending`
     string pending;          // read, and not yet taken
+    string pasted;           // lines between a terminal's marks of a paste
+    bool marks_pastes = false;
+    bool typed_ahead = false; // `pending` was there before the prompt: lines of their own, unless marked
 
     // Reads what is there, until nothing comes for `gap` milliseconds.
     void fill(int gap) {
@@ -1745,7 +1760,7 @@ struct line_reader {
                 pending.clear();
                 return line.empty() ? END : LINE;
             }
-            const bool again = redraw.exchange(false);
+            const bool again = redraw.exchange(0);
             if ((show || again) && write_out(prompt, strlen(prompt)))
                 return END;
             show = false;
@@ -1769,10 +1784,69 @@ struct line_reader {
     }
     static char *show_prompt(EditLine *editor) { return const_cast<char *>(of(editor).prompt_text); }
 
+    // A terminal that knows how puts marks around a paste. One line goes on as if it was typed; several end the line.
+    bool begins_paste() const { return pending.compare(0, 6, "\x1b[200~") == 0; }
+    bool paste_is_open() const {
+        return begins_paste() && pending.find("\x1b[201~") == string::npos && pending.size() < INPUT_LIMIT;
+    }
+    void take_paste() {
+        marks_pastes = true;
+        const size_t end = std::min(pending.find("\x1b[201~"), pending.size());
+        string text;
+        for (size_t i = 6; i < end; i++) {
+            const char c = pending[i], next = pending[i + 1 < end ? i + 1 : i];
+            if (c == '\r' || c == '\n')
+                text += '\n', i += next != c && (next == '\r' || next == '\n');
+            else if ((unsigned char)c >= 32 || c == '\t')
+                text += c;
+        }
+        pending.erase(0, end + 6);
+        (text.find('\n') == string::npos ? pending : pasted).insert(0, text);
+    }
+    // While the model works, keys wait for the next prompt, unseen and not cut as the terminal's own editing would.
+    static void quiet_terminal() {
+        termios t;
+        if (tcgetattr(0, &t) < 0)
+            return;
+        if (!terminal_changed)
+            terminal_was = t, terminal_changed = true;
+        t.c_lflag &= ~tcflag_t(ICANON | ECHO);
+        t.c_cc[VMIN] = 1, t.c_cc[VTIME] = 0;
+        tcsetattr(0, TCSANOW, &t);
+    }
+    void mark_pastes() const {
+        if (!is_dumb && write_out("\x1b[?2004h", 8))
+            return; // the next write says so
+    }
+    bool is_dumb = true; // the terminal
+    int columns = 0;
+
+    // libedit begins to draw wherever the cursor is, so that goes to the line's beginning first. How many rows that is
+    // above depends on whether the terminal has wrapped anew: at least those of the larger width.
+    void draw_again() {
+        const int sig = redraw.exchange(0), before = columns;
+        const LineInfo *line = el_line(editor);
+        measure();
+        size_t width = strlen(prompt_text);
+        for (const char *c = line->buffer; c < line->cursor; c++)
+            width += (*c & 0xc0) != 0x80;
+        const size_t up = sig == SIGWINCH ? width / size_t(std::max(std::max(before, columns), 1)) : 0;
+        const string home = is_dumb ? "\n" : up ? strf("\r\x1b[%zuA\x1b[J", up) : "\r\x1b[J";
+        write_out(home.data(), home.size());
+        if (sig == SIGCONT)
+            mark_pastes();
+        el_resize(editor);
+        el_set(editor, EL_PREP_TERM, 1);
+        el_set(editor, EL_REFRESH);
+    }
+    void measure() {
+        winsize size;
+        columns = ioctl(1, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+    }
+
     // libedit takes a key's sequence that it does not know for text. Those that it knows are bound here; of the others
     // what comes together with the escape is dropped. Returns true when it was.
     bool drop_unknown_key() {
-        fill(pending.size() > 1 ? 0 : PASTE_GAP / 2);
         if (pending.size() < 2 || (pending[1] != '[' && pending[1] != 'O'))
             return false;
         size_t end = 2;
@@ -1803,7 +1877,7 @@ struct line_reader {
     static int next_character(EditLine *editor, wchar_t *out) {
         line_reader &self = of(editor);
         for (mbstate_t state = {};;) {
-            while (self.pending.empty() && !self.ended) {
+            while ((self.pending.empty() || self.paste_is_open()) && !self.ended) {
                 if (wait_key()) {
                     self.fill(0);
                 } else if (caught) {
@@ -1811,16 +1885,25 @@ struct line_reader {
                     self.had_text = line->lastchar > line->buffer;
                     return -1;
                 } else {
-                    redraw = false;
-                    el_resize(editor);
-                    el_set(editor, EL_PREP_TERM, 1);
-                    el_set(editor, EL_REFRESH);
+                    self.draw_again();
                 }
             }
             if (self.pending.empty())
                 return self.ended = false;
-            if (self.pending[0] == '\x1b' && self.drop_unknown_key())
-                continue;
+            if (self.pending[0] == '\x1b') { // a key's sequence ends with a letter or ~, mostly comes whole
+                self.fill(self.pending.size() > 2 && self.pending.back() >= '@' ? 0 : PASTE_GAP / 2);
+                if (self.paste_is_open() && !self.ended)
+                    continue;
+                if (self.begins_paste()) {
+                    self.take_paste();
+                    *out = '\n';
+                    if (!self.pasted.empty())
+                        return 1;
+                    continue;
+                }
+                if (self.drop_unknown_key())
+                    continue;
+            }
             const size_t used = mbrtowc(out, &self.pending[0], 1, &state);
             self.pending.erase(0, 1);
             if (used == size_t(-2))
@@ -1828,7 +1911,7 @@ struct line_reader {
             if (used == size_t(-1))
                 *out = 0xfffd;
             if (*out == '\n' || *out == '\r')
-                self.fill(PASTE_GAP);
+                self.fill(self.marks_pastes ? 0 : PASTE_GAP);
             return 1;
         }
     }
@@ -1856,12 +1939,17 @@ struct line_reader {
         catch_signal(SIGWINCH);
         find_history_file();
         load_history();
+        const char *terminal = getenv("TERM");
+        is_dumb = !terminal || !*terminal || strcmp(terminal, "dumb") == 0;
+        quiet_terminal();
+        mark_pastes();
     }
     ~line_reader() {
         if (editor)
             el_end(editor);
         if (history)
             history_end(history);
+        restore_terminal();
     }
 
     // What TAB can put in place of `word`: commands at the beginning of a line, file names after one that takes them.
@@ -1982,7 +2070,7 @@ struct line_reader {
     }
 
     outcome read_edited(const char *prompt, string &line) {
-        if (take_line(line)) { // of a paste: no one edits it, and the terminal has not shown it
+        if (!typed_ahead && !marks_pastes && take_line(line)) { // of a paste: no one edits it, nothing has shown it
             string shown = prompt + line;
             for (char &c : shown)
                 c = (unsigned char)c < 32 && c != '\t' ? '?' : c;
@@ -1991,10 +2079,12 @@ struct line_reader {
         }
         prompt_text = prompt;
         int n = 0;
-        redraw = false;
+        redraw = 0;
+        measure();
         el_resize(editor);
         el_set(editor, EL_PREP_TERM, 1); // before the prompt shows, so that no key is taken the old way
         const char *text = el_gets(editor, &n);
+        quiet_terminal();
         if (caught)
             return INTERRUPT;
         if (!text || n <= 0)
@@ -2018,23 +2108,55 @@ struct line_reader {
         const outcome got = history ? read_edited(prompt, line) : read_plain(prompt, line);
         at_prompt = false;
         if (got == INTERRUPT)
-            pending.clear();
+            pending.clear(), pasted.clear();
         return got;
     }
 
-    // A line and those that came together with it, a paste; or all that stands between """ and """.
+    // `pasted` continues `text`; its last line, if it has no end yet, is the user's to finish.
+    outcome read_pasted(string &text) {
+        while (!pasted.empty()) {
+            const string all = text + pasted;
+            string shown, line;
+            for (size_t at = 0, end; (end = pasted.find('\n', at)) != string::npos; at = end + 1)
+                shown += "... " + pasted.substr(at, end + 1 - at);
+            const size_t last = all.rfind('\n');
+            text = all.substr(0, last);
+            pending.insert(0, all, last + 1, string::npos);
+            pasted.clear();
+            if (write_out(shown.data(), shown.size()))
+                return END;
+            if (last + 1 == all.size())
+                return LINE;
+            const outcome got = read_line("... ", line);
+            if (got == INTERRUPT)
+                return got;
+            text += "\n" + line;
+            ended = ended || got == END;
+        }
+        return LINE;
+    }
+
+    // A line; lines that were pasted; or all that stands between """ and """.
     outcome read_message(string &text, bool &block) {
         static const string quotes = "\"\"\"";
         block = false;
         string line;
+        if (pending.empty()) {
+            fill(0);
+            typed_ahead = pending.find_first_of("\r\n") != string::npos;
+        }
         if (const outcome got = read_line("> ", text))
             return got;
+        if (!pasted.empty()) {
+            block = true;
+            return read_pasted(text);
+        }
         const size_t start = std::min(text.find_first_not_of(" \t"), text.size());
         if (text.compare(start, 1, "/") == 0)
             return LINE;
         if (text.compare(start, 3, quotes) != 0) {
             outcome got = LINE;
-            while (!pending.empty() && (got = read_line("... ", line)) == LINE)
+            while (!typed_ahead && !marks_pastes && !pending.empty() && (got = read_line("... ", line)) == LINE)
                 text += "\n" + line;
             ended = ended || got == END; // first the text, then the end
             return got == END ? LINE : got;

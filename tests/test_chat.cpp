@@ -74,7 +74,7 @@ TEST(Chat, TalksOnATerminal) {
 }
 
 TEST(Chat, LeavesWithCtrlD) {
-    cli_chat chat({"-q"});
+    cli_chat chat({"-q"}, cli_terminal({"TERM=dumb"}));
     EXPECT_EQ(chat.greeting, "> ") << "-q";
     EXPECT_EQ(chat.leave(), 0);
 }
@@ -340,6 +340,91 @@ TEST(Chat, TakesAPasteAsOneMessage) {
     EXPECT_EQ(chat.child.status(5), 0);
 }
 
+// Terminals of today say where a paste begins and ends.
+TEST(Chat, TakesAMarkedPasteAsText) {
+    cli_chat chat({"-n", "1"}, cli_terminal({"TERM=xterm"}));
+    if (!chat.edits())
+        return; // this build has no line editor
+    const std::string begin = "\x1b[200~", end = "\x1b[201~";
+    EXPECT_TRUE(cli_has(chat.greeting, "\x1b[?2004h"));
+    const auto last = [&chat] { // what the last message was, and nothing else
+        const std::string all = chat.exported();
+        const size_t at = all.rfind("{\"role\":\"user\"");
+        return at == std::string::npos ? all : all.substr(at, all.find('}', at) + 1 - at);
+    };
+    chat.type(begin + "/clear\r\tone\x1b[A\r\rtwo\r" + end);
+    std::string got = chat.until("| answer");
+    EXPECT_TRUE(cli_has(got, "... two")) << got;
+    chat.until("\n> ");
+    EXPECT_EQ(last(), chat_message("user", "/clear\\n\\tone[A\\n\\ntwo"));
+    chat.type("see: " + begin + "three\rfo" + end); // its last line is the user's to finish
+    chat.until("... fo");
+    usleep(100000);
+    chat.type("ur\n");
+    EXPECT_TRUE(cli_has(chat.until("| answer"), "| answer"));
+    chat.until("\n> ");
+    EXPECT_EQ(last(), chat_message("user", "see: three\\nfour"));
+    chat.say(begin + "a word" + end + " and" + begin + end + " more"); // no lines: as if typed
+    EXPECT_EQ(last(), chat_message("user", "a word and more"));
+    chat.say("x\ny"); // two lines, then, and not one message
+    EXPECT_TRUE(cli_has(chat.until("| answer") + chat.until("\n> "), "| answer"));
+    EXPECT_EQ(last(), chat_message("user", "y"));
+    std::string large; // in pieces, with pauses that would end a paste without marks
+    for (int i = 0; i < 40; i++)
+        large += "line " + std::to_string(i) + "\r";
+    chat.type(begin + large.substr(0, 100));
+    usleep(150000);
+    chat.type(large.substr(100) + end.substr(0, 3));
+    usleep(150000);
+    chat.type(end.substr(3));
+    EXPECT_TRUE(cli_has(chat.until("| answer"), "| answer"));
+    chat.until("\n> ");
+    got = last();
+    EXPECT_TRUE(cli_has(got, "line 0\\nline 1\\n") && cli_has(got, "line 39\"}")) << got;
+    EXPECT_EQ(chat.leave(), 0);
+    EXPECT_TRUE(cli_has(chat.last, "\x1b[?2004l"));
+    cli_chat dumb({}, cli_terminal({"TERM=dumb"}));
+    EXPECT_FALSE(cli_has(dumb.greeting, "\x1b")) << dumb.greeting;
+    EXPECT_EQ(dumb.leave(), 0);
+}
+
+// What is typed while the model answers waits: each line is one of its own, edited, and whole.
+TEST(Chat, KeepsWhatIsTypedDuringAnAnswer) {
+    for (const char *terminal : {"TERM=xterm", "TERM=dumb"}) {
+        cli_chat chat({"-n", "300", "--ignore-eos"}, cli_terminal({terminal}));
+        if (!chat.edits())
+            return; // this build has no line editor
+        chat.type("Hello\n");
+        chat.until("Hello");
+        ASSERT_FALSE(chat.until("e", 30).empty());          // the answer has begun
+        const std::string text = "a" + cli_long_text(1125); // of 4501 bytes
+        chat.type("/set max-tokens 1\n");
+        chat.type("onf\x7f"
+                  "e\n");
+        for (size_t at = 0; at < text.size(); at += 500)
+            chat.type(text.substr(at, 500));
+        chat.type("\n/set temp 0\n");
+        EXPECT_TRUE(cli_has(chat.until("temp is 0"), "max-tokens is 1")) << terminal;
+        chat.until("\n> ");
+        const std::string all = chat.exported();
+        EXPECT_EQ(chat_count(all, "\"user\""), 3) << terminal;
+        EXPECT_TRUE(cli_has(all, chat_message("user", "one"))) << terminal << all;
+        EXPECT_TRUE(cli_has(all, chat_message("user", text))) << terminal;
+        // Leaving in the middle gives the terminal back as it was.
+        chat.say("/set max-tokens 600");
+        chat.type("Hello\n");
+        chat.until("Hello");
+        ASSERT_FALSE(chat.until("e", 30).empty());
+        termios t;
+        ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
+        EXPECT_FALSE(t.c_lflag & (ICANON | ECHO));
+        kill(chat.child.pid, SIGINT), kill(chat.child.pid, SIGTERM);
+        EXPECT_GT(chat.child.status(10), 128);
+        ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
+        EXPECT_EQ(t.c_lflag & (ICANON | ECHO), tcflag_t(ICANON | ECHO));
+    }
+}
+
 TEST(Chat, TakesALargePaste) {
     cli_chat chat;
     std::string text;
@@ -505,6 +590,22 @@ TEST(Chat, FollowsTheSizeOfItsTerminal) {
         EXPECT_TRUE(cli_has(chat.say("/stats"), "4 messages")) << terminal;
         EXPECT_EQ(chat.leave(), 0);
     }
+}
+
+TEST(Chat, DrawsItsLineAnewInPlace) {
+    cli_chat chat({}, cli_terminal({"TERM=xterm"}));
+    if (!chat.edits())
+        return; // this build has no line editor
+    chat.type("0123456789");
+    chat.until("9");
+    chat.resize(100);
+    EXPECT_EQ(chat.until("9", 5), "\r\x1b[J> 0123456789");
+    chat.resize(8); // the cursor was in the first row, and may be in the second now: nothing above is taken away
+    EXPECT_EQ(chat.until("> ", 5), "\r\x1b[J> ");
+    chat.until("9", 5);
+    chat.resize(6);
+    EXPECT_EQ(chat.until("> ", 5), "\r\x1b[1A\x1b[J> ");
+    EXPECT_EQ(chat.leave("\x15\x04"), 0);
 }
 
 TEST(Chat, NeverUsesColour) {
