@@ -198,6 +198,8 @@ __attribute__((format(printf, 1, 2))) string strf(const char *fmt, ...) {
     return s;
 }
 
+string counted(int64_t n, const char *what) { return strf("%lld %s%s", (long long)n, what, n == 1 ? "" : "s"); }
+
 // One line on stderr in one write, so that lines of several threads do not mix.
 void say(const char *fmt, va_list args) {
     const string line = "engine: " + vstrf(fmt, args) + "\n";
@@ -710,12 +712,14 @@ size_t character_length(const char *p, size_t left) {
     return overlong || beyond ? 0 : n;
 }
 
-bool is_utf8(const string &s) {
-    for (size_t i = 0, n; i < s.size(); i += n)
-        if (!(n = character_length(&s[i], s.size() - i)))
-            return false;
-    return true;
+// How many bytes there are before the first that is no UTF-8.
+size_t utf8_length(const string &s) {
+    size_t i = 0;
+    for (size_t n; i < s.size() && (n = character_length(&s[i], s.size() - i)); i += n)
+        continue;
+    return i;
 }
+bool is_utf8(const string &s) { return utf8_length(s) == s.size(); }
 
 string json_string(const string &s) {
     string out = "\"";
@@ -800,6 +804,37 @@ bool skip_json(const char *&p, int depth) {
     return good;
 }
 
+// Why a list of messages is none, or "". What is no JSON at all is for the library to say, with its line.
+string wrong_messages(const char *p) {
+    const auto skip = [&p] { p += strspn(p, " \t\r\n"); };
+    skip();
+    if (*p++ != '[')
+        return "";
+    skip();
+    if (*p == ']')
+        return "there is no message in it";
+    for (int i = 1;; i++, p++) {
+        bool role = false, content = false;
+        if (skip(), *p++ != '{')
+            return "";
+        for (skip(); *p && *p != '}'; p += *p == ',') {
+            skip();
+            const char *const key = p;
+            if (!skip_json(p, 100) || *p++ != ':')
+                return "";
+            role = role || strncmp(key, "\"role\"", 6) == 0;
+            content = content || strncmp(key, "\"content\"", 9) == 0 || strncmp(key, "\"tool_calls\"", 12) == 0;
+            if (!skip_json(p, 100) || (*p != ',' && *p != '}'))
+                return "";
+        }
+        if (!role || !content)
+            return strf("message %d has no %s", i, role ? "content" : "role");
+        p += *p == '}', skip();
+        if (*p != ',')
+            return "";
+    }
+}
+
 bool is_json(const char *p) { return skip_json(p, 100) && !*p; }
 
 // ---------------------------------------------------------------------------------------------------
@@ -837,6 +872,18 @@ string read_input(const char *path, bool or_stdin = true) {
     if (out.size() > INPUT_LIMIT)
         fail(EXIT_ERROR, "%s: more than %zu MiB of text", name, INPUT_LIMIT >> 20);
     return out;
+}
+
+void drop_byte_order_mark(string &text) { text.erase(0, text.compare(0, 3, "\xef\xbb\xbf") == 0 ? 3 : 0); }
+
+// A file that must be text.
+string read_text(const string &path) {
+    string text = read_input(path.c_str(), false);
+    const size_t good = utf8_length(text);
+    if (good < text.size())
+        fail(EXIT_ERROR, "%s: byte %zu is no UTF-8", path.c_str(), good);
+    drop_byte_order_mark(text);
+    return text;
 }
 
 // What a command of the chat calls a file: ~ is the home.
@@ -1118,7 +1165,7 @@ struct opened {
     // The model's own template is looked at for what the options of templates mean to it.
     void read_template() {
         if (opt.template_file)
-            template_text = read_input(opt.template_file, false);
+            template_text = read_text(opt.template_file);
         else if (info.has_template)
             template_text = meta("tokenizer.chat_template");
         if (opt.template_file && template_text.find('\0') != string::npos)
@@ -1260,7 +1307,7 @@ struct conversation {
         note("the message before, which got no answer, is dropped");
     }
 
-    string describe() const { return strf("%zu message%s", messages.size(), messages.size() == 1 ? "" : "s"); }
+    string describe() const { return counted(int64_t(messages.size()), "message"); }
 
     string note_bytes() const {
         string out;
@@ -1498,12 +1545,12 @@ void print_statistics(opened &m, const answer &a) {
     const engine_session_stats s = m.stats();
     const int64_t done = std::min(s.prompt_tokens, s.n_tokens); // less than the prompt when that was interrupted
     string line = "prompt " + (done < s.prompt_tokens ? strf("%lld of ", (long long)done) : "") +
-                  strf("%lld tokens (%lld reused)", (long long)s.prompt_tokens, (long long)s.reused_tokens);
+                  strf("%s (%lld reused)", counted(s.prompt_tokens, "token").c_str(), (long long)s.reused_tokens);
     if (a.first_text)
         line += strf(", TTFT %.3f s", a.first_text - a.start);
     if (done > s.reused_tokens && s.prefill_seconds > 0)
         line += strf(", prefill %.1f tok/s", double(done - s.reused_tokens) / s.prefill_seconds);
-    line += strf(" | answer %d tokens (%s)", a.result.n_tokens, a.finish_reason());
+    line += strf(" | answer %s (%s)", counted(a.result.n_tokens, "token").c_str(), a.finish_reason());
     if (a.result.n_reasoning)
         line += strf(", %d of them reasoning", a.result.n_reasoning);
     if (s.decode_tokens)
@@ -1585,7 +1632,9 @@ vector<int32_t> prompt_ids(opened &m, conversation &talk, const string &text) {
     if (opt.system)
         talk.has_system = true, talk.system = opt.system;
     if (m.plain && talk.has_system)
-        fail(EXIT_ERROR, "%s has no chat template, so a system message cannot be used with it", opt.model);
+        fail(EXIT_ERROR, "%s, so %s cannot be used with it",
+             opt.raw ? "--raw uses no chat template" : (opt.model + string(" has no chat template")).c_str(),
+             opt.system ? "a system message" : (opt.session + string(", which has a system message,")).c_str());
     if (m.plain && !opt.raw)
         note("%s has no chat template: completing the text as it is", opt.model);
     talk.drop_unanswered();
@@ -1621,8 +1670,12 @@ void answer_once(const char *missing) {
     opened m;
     m.read_template();
     string text = opt.messages ? read_input(opt.messages) : read_prompt(missing);
-    if (opt.messages && text.find('\0') != string::npos)
-        fail(EXIT_ERROR, "%s: a NUL byte in JSON", opt.messages);
+    if (opt.messages) {
+        drop_byte_order_mark(text);
+        const string wrong = text.find('\0') != string::npos ? "a NUL byte in JSON" : wrong_messages(text.c_str());
+        if (!wrong.empty())
+            fail(EXIT_ERROR, "%s: %s", strcmp(opt.messages, "-") == 0 ? "standard input" : opt.messages, wrong.c_str());
+    }
     if (!m.plain || opt.session) // with a session it becomes a part of the note
         text = without_nul(text);
     const bool old = session_exists();
@@ -1695,7 +1748,7 @@ const chat_command_row chat_commands[] = {
     {COMPACT, "/compact", "[N]", "drop the N oldest turns; without N, until half the context is free"},
     {SYSTEM, "/system", "[TEXT]", "set the system message; alone: show it; /system - removes it"},
     {SET, "/set", "[KEY VALUE]", "change a setting, or back with VALUE default; alone: list them"},
-    {THINK, "/think", "on|off", "ask for reasoning, or for none"},
+    {THINK, "/think", "[on|off]", "ask for reasoning, or for none; alone: show it"},
     {SAVE, "/save", "FILE", "write conversation, settings and cache to a session file"},
     {LOAD, "/load", "FILE", "go on with one, in place of this conversation"},
     {EXPORT, "/export", "FILE", "write the conversation as JSON (run --messages reads it)"},
@@ -2191,6 +2244,12 @@ struct chat {
 
     explicit chat(opened &model) : m(model), file(opt.session ? opt.session : "") {}
 
+    // Against a full context. A first turn has none before it to drop.
+    const char *advice() const {
+        return talk.messages.size() > 2
+                   ? "/compact drops the oldest turns, /clear begins anew, -c sets a larger context"
+                   : "/clear begins anew, -c sets a larger context";
+    }
     // The prompt for the last message. Where there is room for a few words only, it is refused.
     vector<int32_t> prompt() const {
         vector<int32_t> ids = talk.ids(m);
@@ -2198,8 +2257,8 @@ struct chat {
         if (ids.size() + size_t(most > 0 ? std::min(most, few) : few) > size_t(ctx))
             fail(EXIT_ERROR,
                  "not answered: with this message the prompt has %zu tokens, too many for an answer in the context of "
-                 "%d; /compact drops the oldest turns, /clear begins anew, a larger context is set with -c",
-                 ids.size(), ctx);
+                 "%d; %s",
+                 ids.size(), ctx, advice());
         return ids;
     }
 
@@ -2218,9 +2277,8 @@ struct chat {
         if (some && a.interrupted())
             note("stopped; the partial answer stays in the conversation (/undo takes it back, /regen tries again)");
         if (a.context_full())
-            note("stopped after %d tokens: with the prompt of %zu the context of %d tokens is full; /compact drops the "
-                 "oldest turns, /clear begins anew, a larger context is set with -c",
-                 a.result.n_tokens, ids.size(), engine_session_ctx(m.session));
+            note("stopped after %s: with the prompt of %zu the context of %d tokens is full; %s",
+                 counted(a.result.n_tokens, "token").c_str(), ids.size(), engine_session_ctx(m.session), advice());
         print_statistics(m, a);
         if (some && m.stats().kv_bytes < SAVED_OFTEN)
             file.save(m, talk);
@@ -2327,21 +2385,22 @@ struct chat {
         for (size_t i = 0; i < starts[drop]; i++)
             tell("dropped %s\n", shown(talk.messages[i]).c_str());
         talk = std::move(next);
-        tell("dropped the oldest %llu of %zu turns; %s left, %zu of %zu tokens\n", (unsigned long long)drop, turns,
-             talk.describe().c_str(), left, ctx);
+        tell("dropped the oldest %llu of %s; %s left, %zu of %zu tokens\n", (unsigned long long)drop,
+             counted(int64_t(turns), "turn").c_str(), talk.describe().c_str(), left, ctx);
     }
 
     static string value_of(const option_row &row) {
         const option_target &to = row.target;
+        const char *const in_help = strrchr(row.help, '(') ? strrchr(row.help, '(') + 1 : ""; // the library's default
         string list;
         switch (to.kind) {
         case FLAG:
             return to.get<bool>() ? "on" : "off";
         case NUMBER:
         case COUNT:
-            return to.get<int>() || row.lo <= 0 ? std::to_string(to.get<int>()) : "default";
+            return std::to_string(to.get<int>() || row.lo <= 0 ? to.get<int>() : atoi(in_help));
         case REAL:
-            return to.get<float>() != 0 || row.lo <= 0 ? strf("%g", double(to.get<float>())) : "default";
+            return strf("%g", to.get<float>() != 0 || row.lo <= 0 ? double(to.get<float>()) : atof(in_help));
         case SEED:
             return std::to_string(to.get<uint64_t>());
         case TEXT:
@@ -2350,7 +2409,7 @@ struct chat {
         case TEXTS:
             for (const char *t : to.get<vector<const char *>>())
                 list += (list.empty() ? "" : " ") + json_string(t);
-            return list.empty() ? "default" : list;
+            return !list.empty() ? list : *in_help ? "default: " + string(in_help, strcspn(in_help, ")")) : "none";
         case NUMBERS:
         case BIAS:
             for (const engine_logit_bias &b : to.get<vector<engine_logit_bias>>())
@@ -2409,8 +2468,8 @@ struct chat {
         if (!talk.load(m, path.c_str(), false))
             fail(EXIT_ERROR, "%s holds no conversation, only tokens", path.c_str());
         m.draw_seed();
-        note("%s: %s, %lld tokens; this conversation had %s", path.c_str(), talk.describe().c_str(),
-             (long long)m.stats().n_tokens, before.c_str());
+        note("%s: %s, %s; this conversation had %s", path.c_str(), talk.describe().c_str(),
+             counted(m.stats().n_tokens, "token").c_str(), before.c_str());
         if (file.path.empty() || is_own_file(path)) {
             file = read;
             file.written = m.session_note();
@@ -2493,7 +2552,7 @@ struct chat {
         case SET:
             return set(text);
         case THINK:
-            return set("think " + text);
+            return set("think" + (text.empty() ? "" : " " + text));
         case SAVE:
             talk.save(m, path);
             if (is_own_file(path))
@@ -2518,7 +2577,7 @@ struct chat {
     }
 
     void send_file(const string &path) {
-        string text = read_input(path.c_str(), false);
+        string text = read_text(path);
         drop_newline(text);
         if (is_blank(text))
             fail(EXIT_ERROR, "%s has no text", path.c_str());
@@ -2586,7 +2645,7 @@ void cmd_chat() {
     chat c(m);
     if (old && c.talk.load(m, opt.session, true)) {
         c.file.written = m.session_note();
-        note("%s: %s, %lld tokens", opt.session, c.talk.describe().c_str(), (long long)m.stats().n_tokens);
+        note("%s: %s, %s", opt.session, c.talk.describe().c_str(), counted(m.stats().n_tokens, "token").c_str());
     } else if (old)
         note("%s holds no conversation; its tokens are reused", opt.session);
     m.draw_seed();
@@ -2898,7 +2957,7 @@ void cmd_perplexity() {
     const size_t bos = m.info.add_bos && m.info.bos >= 0;
     const size_t size = opt.ctx ? size_t(opt.ctx) : 512, step = size - bos;
     if (ids.size() + bos < 2)
-        fail(EXIT_ERROR, "the text has %zu tokens: there is nothing to score", ids.size());
+        fail(EXIT_ERROR, "the text has %s: there is nothing to score", counted(int64_t(ids.size()), "token").c_str());
     m.start(int(size));
     const size_t windows = (ids.size() + step - 1) / step;
     const progress bar{"perplexity"};

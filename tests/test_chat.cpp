@@ -111,13 +111,14 @@ TEST(Chat, ChangesSettings) {
     cli_chat chat({"--temp", "0.5", "--stop", "one"});
     std::string got = chat.say("/set");
     for (const char *part : {"temp               0.5", "top-k              40", "stop               \"one\"",
-                             "reasoning          stderr", "ignore-eos         off", "dry-base           default"})
+                             "reasoning          stderr", "ignore-eos         off", "dry-base           1.75",
+                             "repeat-last-n      64", "dry-breaker        default: newline : \" *"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
     EXPECT_TRUE(cli_has(chat.say("/set temp 0"), "temp is 0"));
     EXPECT_TRUE(cli_has(chat.say("/set max-tokens 2"), "max-tokens is 2"));
     EXPECT_TRUE(cli_has(chat.say("Hello"), "answer 2 tokens (length)"));
     EXPECT_TRUE(cli_has(chat.say("/set stop two"), "stop is \"one\" \"two\""));
-    EXPECT_TRUE(cli_has(chat.say("/set stop default"), "stop is default"));
+    EXPECT_TRUE(cli_has(chat.say("/set stop default"), "stop is none"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias 5-inf"), "logit-bias is 5=-inf"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias 2048+1"), "there is no token 2048"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias"), "5=-inf\r\n")) << "what was refused has changed nothing";
@@ -133,12 +134,13 @@ TEST(Chat, ChangesSettings) {
     EXPECT_TRUE(cli_has(got, "the chat template does not mention enable_thinking") && cli_has(got, "think is on"))
         << got;
     EXPECT_TRUE(cli_has(chat.say("/think maybe"), "one of on|off"));
+    EXPECT_TRUE(cli_has(chat.say("/think"), "think              on"));
     EXPECT_EQ(chat.leave(), 0);
 }
 
 TEST(Chat, ReadsAndExportsFiles) {
     test::temp_dir dir;
-    test::write_file(dir / "text", "Once \"upon\" a\ttime\n\xc3\xa9\n");
+    test::write_file(dir / "text", "\xef\xbb\xbfOnce \"upon\" a\ttime\n\xc3\xa9\n");
     test::write_file(dir / "blank", " \n");
     test::write_file(dir / "old", "[]\n"); // what this program exports of nothing
     ASSERT_EQ(symlink("old", (dir / "link").c_str()), 0);
@@ -146,6 +148,8 @@ TEST(Chat, ReadsAndExportsFiles) {
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "none"), "No such file"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir.path), "Is a directory"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "blank"), "has no text"));
+    test::write_file(dir / "latin", "caf\xe9\n");
+    EXPECT_TRUE(cli_has(chat.say("/read " + dir / "latin"), "latin: byte 3 is no UTF-8"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "text"), "| answer"));
     EXPECT_TRUE(cli_has(chat.say("/export " + dir / "no/such"), "No such file"));
     EXPECT_TRUE(cli_has(chat.say("/export " + dir / "link"), "2 messages written"));
@@ -203,24 +207,25 @@ TEST(Chat, StaysAliveWhenItsContextIsFull) {
     cli_chat chat({"-c", "40", "--ignore-eos"});
     EXPECT_TRUE(cli_has(chat.greeting, "40 tokens (of 2048 that the model was trained for)")) << chat.greeting;
     std::string got = chat.say(cli_long_text(60));
-    for (const char *part : {"not answered", "context of 40", "/clear", "/compact", "-c"})
+    for (const char *part : {"not answered", "context of 40", "/clear", "-c"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
+    EXPECT_FALSE(cli_has(got, "/compact")) << "there is nothing to drop: " << got;
     int tokens = 0;
     ASSERT_EQ(
         sscanf(got.c_str() + got.find("not answered"), "not answered: with this message the prompt has %d", &tokens),
         1);
     EXPECT_GT(tokens, 40);
     got = chat.say("Hi");
-    for (const char *part : {"context of 40 tokens is full", "/clear", "/compact", "-c", "(context)"})
+    for (const char *part : {"context of 40 tokens is full", "/clear", "-c", "(context)"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
     for (int i = 0; i < 3; i++) { // it stays full
         got = chat.say("Hi");
-        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "| answer")) << got;
+        EXPECT_TRUE(cli_has(got, "not answered") && cli_has(got, "/compact") && !cli_has(got, "| answer")) << got;
     }
     EXPECT_TRUE(cli_has(chat.say("/stats"), "2 messages"));
     got = chat.say("/compact");
     EXPECT_TRUE(cli_has(got, "dropped user: Hi (2 bytes)") && cli_has(got, "dropped assistant: ")) << got;
-    EXPECT_TRUE(cli_has(got, "dropped the oldest 1 of 1 turns; 0 messages left, 0 of 40 tokens")) << got;
+    EXPECT_TRUE(cli_has(got, "dropped the oldest 1 of 1 turn; 0 messages left, 0 of 40 tokens")) << got;
     EXPECT_TRUE(cli_has(chat.say("Hi"), "| answer"));
     chat.say("/clear");
     EXPECT_TRUE(cli_has(chat.say("Hi"), "| answer"));
@@ -320,7 +325,7 @@ TEST(Chat, TakesAPasteAsOneMessage) {
     cli_chat chat({"-n", "1"});
     std::string shown = chat.child.paste("one\n\ttwo\n\nthree\n");
     shown += chat.until("\n> ");
-    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 tokens")) << shown;
+    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 token (")) << shown;
     EXPECT_TRUE(cli_has(chat.exported(), chat_message("user", "one\\n\\ttwo\\n\\nthree")));
     shown = chat.child.paste("four\nfive"); // its last line has no end yet
     if (!cli_has(shown, "five"))
@@ -708,6 +713,13 @@ TEST(Sessions, AreTheSameForRunAndChat) {
                                    chat_message("user", "Hello") + ",\n" +
                                    chat_message("assistant", second.out.substr(0, second.out.size() - 1)) + "]\n");
     EXPECT_EQ(chat.leave(), 0);
+    const command_result raw = cli_run("run", {"-p", "Hi", "-s", "Be brief.", "--session", file + "2", "-n", "1"});
+    EXPECT_EQ(raw.code, 0) << raw.err;
+    EXPECT_TRUE(cli_has(raw.err, "answer 1 token (")) << raw.err;
+    const command_result none = cli_run("run", {"-p", "Hi", "--raw", "--session", file + "2"});
+    EXPECT_EQ(none.code, 1);
+    EXPECT_TRUE(cli_has(none.err, "--raw uses no chat template, so " + file + "2, which has a system message,"))
+        << none.err;
     // The logits after it are those of the conversation as a whole, and asking for them changes nothing.
     const std::string before = test::read_file(file);
     const command_result logits = cli_run("run", {"--logits", "-p", "Bye", "--session", file, "-q"});
