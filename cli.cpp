@@ -107,7 +107,7 @@ void on_signal(int sig) {
     if (sig == SIGCONT || sig == SIGWINCH)
         redraw = sig;
     else if (at_prompt)
-        caught = sig;
+        caught = sig == SIGINT && caught ? caught.load() : sig;   // the weakest of them replaces none
     else if (!session || (caught.exchange(sig) && sig != SIGHUP)) // shells send SIGHUP twice
         restore_terminal(), _exit(128 + sig);
     else
@@ -3237,6 +3237,10 @@ void cmd_plan() {
     if (int64_t(opt.prefill_tokens) + opt.decode_tokens > 1 << 28)
         fail(EXIT_USAGE, "-p and -n add up to more than %d tokens", 1 << 28);
     const engine_plan_info chosen = plan(opt.ctx);
+    const int usual = opt.ctx ? plan(0).n_ctx : 0;
+    if (opt.ctx > usual)
+        note("a context of %d is more than the %d that the model was trained for, or that memory allows", opt.ctx,
+             usual);
     const double bandwidth = measure_bandwidth(chosen.threads), int8 = measure_int8(chosen.threads);
     if (bandwidth <= 0 || int8 <= 0)
         fail(EXIT_ERROR, "this machine cannot be measured: no memory, or no threads");

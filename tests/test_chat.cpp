@@ -424,7 +424,7 @@ TEST(Chat, KeepsWhatIsTypedDuringAnAnswer) {
         ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
         EXPECT_FALSE(t.c_lflag & (ICANON | ECHO));
         kill(chat.child.pid, SIGINT), kill(chat.child.pid, SIGTERM);
-        EXPECT_GT(chat.child.status(10), 128);
+        EXPECT_GT(chat.child.status(10), 128) << terminal << chat.until("never", 1);
         ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
         EXPECT_EQ(t.c_lflag & (ICANON | ECHO), tcflag_t(ICANON | ECHO));
     }

@@ -773,9 +773,11 @@ TEST(Cli, PlansMemoryAndSpeed) {
                                       : "\"bottleneck\":\"decode\""));
     const command_result text = cli_run("plan", {"--kv", "q8_0"});
     EXPECT_EQ(text.code, 0) << text.err;
+    EXPECT_EQ(text.err, "");
     for (const char *part : {"q8_0", "per token", "scratch", "largest context", "2048 ", "GB/s", "512 tokens",
                              "an answer of 256", "will be the bottleneck"})
         EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+    EXPECT_TRUE(cli_has(plan.err, "8192 is more than the 2048 that the model was trained for"));
     const command_result wrong = cli_run("plan", {"--kv", "q9"});
     EXPECT_EQ(wrong.code, 2);
     EXPECT_TRUE(cli_has(wrong.err, "q9")) << wrong.err;
