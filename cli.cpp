@@ -27,7 +27,10 @@
 #include <locale.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -85,18 +88,28 @@ double now_seconds() {
 std::atomic<engine_session *> computing{nullptr}; // the session to cancel
 std::atomic<int> caught{0};                       // the last signal since it was set to 0
 std::atomic<bool> at_prompt{false};
-std::atomic<bool> redraw{false}; // the terminal has another size, or the program was stopped
+std::atomic<int> redraw{0}; // SIGWINCH: the terminal has another size; SIGCONT: the program was stopped
 int wake_pipe[2] = {-1, -1};
+termios terminal_was; // before the chat changed it
+std::atomic<bool> terminal_changed{false};
+
+void restore_terminal() { // also in a signal's handler
+    if (!terminal_changed.exchange(false))
+        return;
+    tcsetattr(0, TCSANOW, &terminal_was);
+    if (write(1, "\x1b[?2004l", 8) < 0)
+        errno = 0; // it is gone
+}
 
 void on_signal(int sig) {
     const int saved = errno;
     engine_session *session = computing;
     if (sig == SIGCONT || sig == SIGWINCH)
-        redraw = true;
+        redraw = sig;
     else if (at_prompt)
-        caught = sig;
+        caught = sig == SIGINT && caught ? caught.load() : sig;   // the weakest of them replaces none
     else if (!session || (caught.exchange(sig) && sig != SIGHUP)) // shells send SIGHUP twice
-        _exit(128 + sig);
+        restore_terminal(), _exit(128 + sig);
     else
         engine_cancel(session);
     if (at_prompt && write(wake_pipe[1], "", 1) < 0)
@@ -184,6 +197,8 @@ __attribute__((format(printf, 1, 2))) string strf(const char *fmt, ...) {
     va_end(args);
     return s;
 }
+
+string counted(int64_t n, const char *what) { return strf("%lld %s%s", (long long)n, what, n == 1 ? "" : "s"); }
 
 // One line on stderr in one write, so that lines of several threads do not mix.
 void say(const char *fmt, va_list args) {
@@ -316,6 +331,7 @@ enum option_bits {
     PLAN = 64,
     SETTABLE = 128,      // by /set, and kept in session files
     SHAPES_ANSWER = 256, // without effect where there is none
+    NOT_KEPT = 512,      // in session files: a later answer would be cut for a forgotten reason
     ALL = 127,
     GENERATE = RUN | CHAT,
     COMPUTES = RUN | CHAT | PERPLEXITY | BENCH,
@@ -349,7 +365,7 @@ struct option_row {
     const char *help;
 };
 
-const double INT_TOP = INT_MAX;
+const double INT_TOP = INT_MAX, CTX_TOP = 1 << 28;
 
 const option_row option_table[] = {
     {'m', "model", "FILE", ALL, &opt.model, 0, 0, "the model, a GGUF file (or simply the first argument)"},
@@ -358,12 +374,13 @@ const option_row option_table[] = {
     {'s', "system", "TEXT", GENERATE, &opt.system, 0, 0, "the system message"},
     {0, "messages", "FILE", RUN, &opt.messages, 0, 0, "the conversation as a JSON array of messages; - is stdin"},
     {0, "session", "FILE", GENERATE, &opt.session, 0, 0,
-     "go on with the conversation in FILE, if it exists, and write it at the end"},
-    {'n', "max-tokens", "N", SAMPLE, &opt.answer.max_tokens, -1, INT_TOP,
+     "go on with the conversation in FILE, if it exists, and write it (chat: after each answer; from 64 MiB on at "
+     "exit)"},
+    {'n', "max-tokens", "N", SAMPLE | NOT_KEPT, &opt.answer.max_tokens, -1, INT_TOP,
      "stop after N tokens (0 or -1: at the end of turn or context)"},
-    {'c', "ctx", "N", SIZES, &opt.ctx, 0, INT_TOP, "context size in tokens (0: as the model was trained)"},
-    {'c', "ctx", "N", PERPLEXITY, &opt.ctx, 2, INT_TOP, "tokens per window (512)"},
-    {0, "kv", "TYPE", COMPUTES | PLAN, &opt.kv, 0, 0, "type of the cache rows: f16 (default) or q8_0"},
+    {'c', "ctx", "N", SIZES, &opt.ctx, 0, CTX_TOP, "context size in tokens (0: as the model was trained)"},
+    {'c', "ctx", "N", PERPLEXITY, &opt.ctx, 2, CTX_TOP, "tokens per window (512)"},
+    {0, "kv", "f16|q8_0", COMPUTES | PLAN, option_target(CHOICE, &opt.kv), 0, 0, "type of the cache rows (f16)"},
     {'t', "threads", "N", COMPUTES | PLAN, &opt.threads, 0, 512, "threads (0: one per core)"},
     {0, "template", "FILE", GENERATE, &opt.template_file, 0, 0, "a chat template (Jinja) instead of the model's own"},
     {0, "template-arg", "K=V", GENERATE, &opt.template_args, 0, 0,
@@ -406,7 +423,7 @@ const option_row option_table[] = {
     {0, "logit-bias", "ID+X", SAMPLE, &opt.answer.bias, 0, 0,
      "add X to a token's logit: 15+2.5, 15-1, 15=-inf (never); repeatable"},
     {0, "seed", "N", SAMPLE, &opt.answer.sampling.seed, 0, 0, "seed of the draws (-1: a new one; it is shown)"},
-    {0, "stop", "TEXT", SAMPLE, &opt.answer.stops, 0, 0, "end the answer before this text; repeatable"},
+    {0, "stop", "TEXT", SAMPLE | NOT_KEPT, &opt.answer.stops, 0, 0, "end the answer before this text; repeatable"},
     {0, "ignore-eos", nullptr, SAMPLE, &opt.answer.ignore_eos, 0, 0, "go on when the model ends its turn"},
     {0, "raw", nullptr, RUN, &opt.raw, 0, 0, "complete the text as it is; special tokens in it count"},
     {0, "logits", nullptr, RUN, &opt.logits, 0, 0,
@@ -436,6 +453,8 @@ const option_row *settable(const string &name) {
             return &row;
     return nullptr;
 }
+
+bool is_kept(const option_row &row) { return (row.commands & (SETTABLE | NOT_KEPT)) == SETTABLE; }
 
 struct command {
     const char *name;
@@ -520,8 +539,9 @@ bool store_option(const option_row &row, const char *text, string &range) {
     case FLAG:
         return to.get<bool>() = true;
     case TEXT:
+        range = "a file's name";
         to.get<const char *>() = text;
-        return true;
+        return *text || strcmp(row.value, "FILE") != 0;
     case TEXTS:
         range = "some text";
         to.get<vector<const char *>>().push_back(text);
@@ -692,12 +712,14 @@ size_t character_length(const char *p, size_t left) {
     return overlong || beyond ? 0 : n;
 }
 
-bool is_utf8(const string &s) {
-    for (size_t i = 0, n; i < s.size(); i += n)
-        if (!(n = character_length(&s[i], s.size() - i)))
-            return false;
-    return true;
+// How many bytes there are before the first that is no UTF-8.
+size_t utf8_length(const string &s) {
+    size_t i = 0;
+    for (size_t n; i < s.size() && (n = character_length(&s[i], s.size() - i)); i += n)
+        continue;
+    return i;
 }
+bool is_utf8(const string &s) { return utf8_length(s) == s.size(); }
 
 string json_string(const string &s) {
     string out = "\"";
@@ -782,6 +804,37 @@ bool skip_json(const char *&p, int depth) {
     return good;
 }
 
+// Why a list of messages is none, or "". What is no JSON at all is for the library to say, with its line.
+string wrong_messages(const char *p) {
+    const auto skip = [&p] { p += strspn(p, " \t\r\n"); };
+    skip();
+    if (*p++ != '[')
+        return "";
+    skip();
+    if (*p == ']')
+        return "there is no message in it";
+    for (int i = 1;; i++, p++) {
+        bool role = false, content = false;
+        if (skip(), *p++ != '{')
+            return "";
+        for (skip(); *p && *p != '}'; p += *p == ',') {
+            skip();
+            const char *const key = p;
+            if (!skip_json(p, 100) || *p++ != ':')
+                return "";
+            role = role || strncmp(key, "\"role\"", 6) == 0;
+            content = content || strncmp(key, "\"content\"", 9) == 0 || strncmp(key, "\"tool_calls\"", 12) == 0;
+            if (!skip_json(p, 100) || (*p != ',' && *p != '}'))
+                return "";
+        }
+        if (!role || !content)
+            return strf("message %d has no %s", i, role ? "content" : "role");
+        p += *p == '}', skip();
+        if (*p != ',')
+            return "";
+    }
+}
+
 bool is_json(const char *p) { return skip_json(p, 100) && !*p; }
 
 // ---------------------------------------------------------------------------------------------------
@@ -821,13 +874,63 @@ string read_input(const char *path, bool or_stdin = true) {
     return out;
 }
 
-// Writes a file that only its owner may read: under another name first, so that a full disk leaves the old one. What
-// is no regular file, such as a pipe, is written as it is. Returns 0 or an errno.
-int write_file(const string &path, const string &text) {
-    struct stat old;
-    const bool direct = stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode);
-    const string part = direct ? path : path + ".part";
-    const int fd = open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (direct ? 0 : O_NOFOLLOW), 0600);
+void drop_byte_order_mark(string &text) { text.erase(0, text.compare(0, 3, "\xef\xbb\xbf") == 0 ? 3 : 0); }
+
+// A file that must be text.
+string read_text(const string &path) {
+    string text = read_input(path.c_str(), false);
+    const size_t good = utf8_length(text);
+    if (good < text.size())
+        fail(EXIT_ERROR, "%s: byte %zu is no UTF-8", path.c_str(), good);
+    drop_byte_order_mark(text);
+    return text;
+}
+
+// What a command of the chat calls a file: ~ is the home.
+string user_path(const string &name) {
+    const char *home = getenv("HOME");
+    return home && *home && name[0] == '~' && (name.size() == 1 || name[1] == '/') ? home + name.substr(1) : name;
+}
+
+// All zeros when there is no such file.
+struct stat state_of(const string &path) {
+    struct stat st = {};
+    return stat(path.c_str(), &st) < 0 ? (struct stat){} : st;
+}
+
+// Before a file is replaced: one that begins like nothing that this program writes stays.
+void check_replaceable(const string &path, const char *kind, const vector<string> &beginnings) {
+    const struct stat old = state_of(path);
+    struct stat link;
+    if (!old.st_nlink && lstat(path.c_str(), &link) == 0)
+        fail(EXIT_ERROR, "%s: is a link that leads nowhere", path.c_str());
+    if (!S_ISREG(old.st_mode) || !old.st_size)
+        return;
+    char head[16];
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? -1 : read(fd, head, sizeof head);
+    const int problem = errno;
+    if (fd >= 0)
+        close(fd);
+    if (n < 0)
+        fail(EXIT_ERROR, "%s: is there and cannot be read: %s", path.c_str(), strerror(problem));
+    for (const string &b : beginnings)
+        if (size_t(n) >= b.size() && string(head, b.size()) == b)
+            return;
+    fail(EXIT_ERROR, "%s: is there already and is no %s, so it is not overwritten", path.c_str(), kind);
+}
+
+// Writes a file that only its owner may read: under another name first, so that a full disk leaves the old one. A link
+// stays one. What is no regular file, such as a pipe, is written as it is. Returns 0 or an errno.
+int write_file(string path, const string &text) {
+    if (char *real = realpath(path.c_str(), nullptr)) {
+        path = real;
+        free(real);
+    }
+    const mode_t mode = state_of(path).st_mode;
+    const bool direct = mode && !S_ISREG(mode);
+    string part = direct ? path : path + ".XXXXXX";
+    const int fd = direct ? open(path.c_str(), O_WRONLY | O_CLOEXEC) : mkostemp(&part[0], O_CLOEXEC); // 0600
     if (fd < 0)
         return errno;
     int problem = 0;
@@ -838,7 +941,7 @@ int write_file(const string &path, const string &text) {
         else if (errno != EINTR || caught)
             problem = errno;
     }
-    if (!direct && !problem && (fchmod(fd, 0600) < 0 || fsync(fd) < 0))
+    if (!direct && !problem && fsync(fd) < 0)
         problem = errno;
     if (close(fd) < 0 && !problem)
         problem = errno;
@@ -953,6 +1056,7 @@ struct opened {
     engine_error err = {};
     bool plain = true;  // text is completed as it is, no template is used
     int from_model = 0; // the model's metadata has defaults for sampling
+    uint64_t drawn_seed = UINT64_MAX;
     string template_text;
     vector<std::pair<string, string>> template_args; // name, JSON
 
@@ -1061,7 +1165,7 @@ struct opened {
     // The model's own template is looked at for what the options of templates mean to it.
     void read_template() {
         if (opt.template_file)
-            template_text = read_input(opt.template_file, false);
+            template_text = read_text(opt.template_file);
         else if (info.has_template)
             template_text = meta("tokenizer.chat_template");
         if (opt.template_file && template_text.find('\0') != string::npos)
@@ -1095,6 +1199,8 @@ struct opened {
         for (setting &s : opt.given)
             if (s.row->commands & SETTABLE)
                 store_option(*s.row, s.value.c_str(), range);
+        if (a.sampling.seed == UINT64_MAX)
+            a.sampling.seed = drawn_seed;
         for (const engine_logit_bias &b : a.bias)
             if (b.id >= info.n_vocab)
                 fail(EXIT_ERROR, "--logit-bias: there is no token %d: this model has %d", b.id, info.n_vocab);
@@ -1110,12 +1216,12 @@ struct opened {
             throw;
         }
     }
-    // The seed in use counts as given, so that it is kept with a session.
+    // A seed that the user gave is kept with a session, one that was drawn is not.
     void set_seed(uint64_t seed) {
-        const option_row *row = settable("seed");
-        opt.given.remove_if([row](const setting &s) { return s.row == row; });
-        opt.given.push_back({row, std::to_string(seed)});
-        opt.answer.sampling.seed = seed;
+        opt.answer.sampling.seed = drawn_seed = seed;
+        for (setting &s : opt.given)
+            if (s.row == settable("seed") && s.value != "-1")
+                s.value = std::to_string(seed);
     }
     // 32 random bits, short enough to be typed again, where no seed was given.
     void draw_seed() {
@@ -1201,12 +1307,9 @@ struct conversation {
         note("the message before, which got no answer, is dropped");
     }
 
-    string describe() const { return strf("%zu message%s", messages.size(), messages.size() == 1 ? "" : "s"); }
+    string describe() const { return counted(int64_t(messages.size()), "message"); }
 
-    void save(opened &m, const char *path) const {
-        struct stat old;
-        if (stat(path, &old) == 0 && !S_ISREG(old.st_mode)) // a device or a pipe would be replaced
-            fail(EXIT_ERROR, "%s: is not a file", path);
+    string note_bytes() const {
         string out;
         const auto put = [&out](const string &s) { out += s + '\0'; };
         const auto record = [&](const char *what, const string &name, const string &text) {
@@ -1216,12 +1319,24 @@ struct conversation {
         if (has_system)
             record("system", "", system);
         for (const setting &s : opt.given)
-            if (s.row->commands & SETTABLE)
+            if (is_kept(*s.row) && (s.row->target.kind != SEED || s.value != "-1"))
                 record("set", s.row->name, s.value);
         for (const chat_message &c : messages)
             record("message", c.role, c.content);
-        m.check(engine_set_note(m.session, out.data(), out.size(), &m.err));
-        m.check(engine_save(m.session, path, &m.err));
+        return out;
+    }
+
+    void save(opened &m, const string &path) const {
+        check_replaceable(path, "session", {"engsess\n"});
+        const string bytes = note_bytes();
+        m.check(engine_set_note(m.session, bytes.data(), bytes.size(), &m.err));
+        if (engine_save(m.session, path.c_str(), &m.err) == 0)
+            return;
+        const string reason = m.err.msg, part = ".part: "; // the user knows the file, not the name it is made under
+        const size_t at = reason.rfind(part);
+        if (at == string::npos)
+            fail(EXIT_ERROR, "%s", reason.c_str());
+        fail(EXIT_ERROR, "%s: %s", path.c_str(), reason.c_str() + at + part.size());
     }
 
     // Takes a session's file: timeline, conversation and settings (which are applied). With `options_win`, what the
@@ -1250,7 +1365,7 @@ struct conversation {
             else if (what == "message" && (name == "user" || name == "assistant"))
                 next.messages.push_back({name, text});
             else if (what == "set" && settable(name))
-                settings.push_back({settable(name), text});
+                settings.push_back({settable(name), text}); // what is not kept any more is dropped below
             else
                 good = false;
         }
@@ -1260,6 +1375,7 @@ struct conversation {
         m.apply_settings(); // what the check has left behind goes
         if (!good)
             fail(EXIT_ERROR, "%s: its conversation is damaged", path);
+        settings.remove_if([](const setting &s) { return !is_kept(*s.row); });
         m.replace_settings(merge_settings(settings, options_win));
         *this = std::move(next);
         return true;
@@ -1274,9 +1390,60 @@ struct conversation {
                                    [&s](const setting &given) { return s.row == given.row; });
             });
         else
-            merged.remove_if([](const setting &s) { return (s.row->commands & SETTABLE) != 0; });
+            merged.remove_if([](const setting &s) { return is_kept(*s.row); });
         merged.splice(merged.begin(), of_file);
         return merged;
+    }
+};
+
+// The file that a conversation lives in, and what it was when it was read or written last. When another process has
+// written it since, that stays, and this conversation goes to FILE.1 or the next free number.
+struct session_file {
+    string path;        // "": none
+    bool moved = false; // the conversation is not where the user wanted it
+    struct stat seen;   // all zeros: there was none
+    string written;     // its note
+
+    session_file() : session_file("") {}
+    explicit session_file(const string &name) : path(name), seen(state_of(name)) {}
+
+    bool is(const struct stat &other) const { return seen.st_ino == other.st_ino && seen.st_dev == other.st_dev; }
+    bool changed() const {
+        const struct stat now = state_of(path);
+        return now.st_nlink && !(is(now) && seen.st_size == now.st_size && seen.st_mtim.tv_sec == now.st_mtim.tv_sec &&
+                                 seen.st_mtim.tv_nsec == now.st_mtim.tv_nsec);
+    }
+    void note_state(const string &note) { seen = state_of(path), written = note; }
+
+    // Nothing happens when the file has it all.
+    void save(opened &m, const conversation &talk) {
+        const string note = talk.note_bytes();
+        const bool nothing_new = note == written || (written.empty() && talk.messages.empty());
+        if (path.empty() || (nothing_new && state_of(path).st_nlink))
+            return;
+        // The folder's lock keeps two of these programs apart from the look at the file until it is written, and
+        // leaves nothing behind. Someone else's lock on it is not waited for longer than a save could take.
+        const size_t slash = path.rfind('/');
+        const int folder = open(slash == string::npos ? "." : path.substr(0, slash + 1).c_str(), O_RDONLY | O_CLOEXEC);
+        for (int i = 0; folder >= 0 && flock(folder, LOCK_EX | LOCK_NB) < 0 && errno == EWOULDBLOCK && i < 200; i++)
+            poll(nullptr, 0, 50);
+        try {
+            if (changed()) {
+                const string old = path;
+                struct stat st;
+                for (int i = 1; i == 1 || lstat(path.c_str(), &st) == 0; i++)
+                    path = old + "." + std::to_string(i);
+                moved = true;
+                tell("engine: %s: another process has written it; this conversation goes to %s\n", old.c_str(),
+                     path.c_str());
+            }
+            talk.save(m, path);
+            note_state(note);
+        } catch (const quit &) {
+            close(folder);
+            throw;
+        }
+        close(folder);
     }
 };
 
@@ -1330,7 +1497,11 @@ struct answer {
         return a.write_code;
     }
     bool interrupted() const { return code == ENGINE_ECANCELLED || write_code == EINTR; }
-    bool failed() const { return code < 0 && !interrupted(); }
+    bool failed() const { return code < 0 && !interrupted() && !write_code; }
+    void leave_if_unwritten() const {
+        if (write_code && write_code != EINTR)
+            leave_unwritten(write_code);
+    }
     bool context_full() const { return code == 0 && result.reason == ENGINE_STOP_CONTEXT; }
     const char *finish_reason() const {
         static const char *const names[] = {"stop", "length", "context", "stop_string"}; // ENGINE_STOP_*
@@ -1368,20 +1539,18 @@ void make_answer(opened &m, const vector<int32_t> &ids, answer &a) {
         a.code = engine_generate(m.session, &gen, answer::on_text, &a, &a.result, &a.err);
     if (a.in_reasoning && !a.write_code)
         a.switch_to(false);
-    if (a.write_code && a.write_code != EINTR)
-        leave_unwritten(a.write_code);
 }
 
 void print_statistics(opened &m, const answer &a) {
     const engine_session_stats s = m.stats();
     const int64_t done = std::min(s.prompt_tokens, s.n_tokens); // less than the prompt when that was interrupted
     string line = "prompt " + (done < s.prompt_tokens ? strf("%lld of ", (long long)done) : "") +
-                  strf("%lld tokens (%lld reused)", (long long)s.prompt_tokens, (long long)s.reused_tokens);
+                  strf("%s (%lld reused)", counted(s.prompt_tokens, "token").c_str(), (long long)s.reused_tokens);
     if (a.first_text)
         line += strf(", TTFT %.3f s", a.first_text - a.start);
     if (done > s.reused_tokens && s.prefill_seconds > 0)
         line += strf(", prefill %.1f tok/s", double(done - s.reused_tokens) / s.prefill_seconds);
-    line += strf(" | answer %d tokens (%s)", a.result.n_tokens, a.finish_reason());
+    line += strf(" | answer %s (%s)", counted(a.result.n_tokens, "token").c_str(), a.finish_reason());
     if (a.result.n_reasoning)
         line += strf(", %d of them reasoning", a.result.n_reasoning);
     if (s.decode_tokens)
@@ -1463,7 +1632,9 @@ vector<int32_t> prompt_ids(opened &m, conversation &talk, const string &text) {
     if (opt.system)
         talk.has_system = true, talk.system = opt.system;
     if (m.plain && talk.has_system)
-        fail(EXIT_ERROR, "%s has no chat template, so a system message cannot be used with it", opt.model);
+        fail(EXIT_ERROR, "%s, so %s cannot be used with it",
+             opt.raw ? "--raw uses no chat template" : (opt.model + string(" has no chat template")).c_str(),
+             opt.system ? "a system message" : (opt.session + string(", which has a system message,")).c_str());
     if (m.plain && !opt.raw)
         note("%s has no chat template: completing the text as it is", opt.model);
     talk.drop_unanswered();
@@ -1499,14 +1670,19 @@ void answer_once(const char *missing) {
     opened m;
     m.read_template();
     string text = opt.messages ? read_input(opt.messages) : read_prompt(missing);
-    if (opt.messages && text.find('\0') != string::npos)
-        fail(EXIT_ERROR, "%s: a NUL byte in JSON", opt.messages);
+    if (opt.messages) {
+        drop_byte_order_mark(text);
+        const string wrong = text.find('\0') != string::npos ? "a NUL byte in JSON" : wrong_messages(text.c_str());
+        if (!wrong.empty())
+            fail(EXIT_ERROR, "%s: %s", strcmp(opt.messages, "-") == 0 ? "standard input" : opt.messages, wrong.c_str());
+    }
     if (!m.plain || opt.session) // with a session it becomes a part of the note
         text = without_nul(text);
     const bool old = session_exists();
     m.apply_settings();
     m.start(opt.ctx);
     conversation talk;
+    session_file file(opt.session ? opt.session : "");
     if (old)
         talk.load(m, opt.session, true);
     m.draw_seed();
@@ -1520,23 +1696,29 @@ void answer_once(const char *missing) {
 
     answer a(!opt.json);
     make_answer(m, ids, a);
-    if (opt.json && !a.failed())
-        print(answer_json(m, a, ids.size()));
-    else if (!opt.json && !a.write_code && (a.code == 0 || !a.text.empty()))
-        print("\n");
+    const string end = a.failed()                       ? ""
+                       : opt.json                       ? answer_json(m, a, ids.size())
+                       : a.code == 0 || !a.text.empty() ? "\n"
+                                                        : "";
+    if (!a.write_code)
+        a.write_code = write_out(end.data(), end.size());
     if (a.failed())
         fail(EXIT_ERROR, "%s", a.err.msg);
     if (a.context_full())
         note("stopped: the context of %d tokens is full", ctx);
-    print_statistics(m, a);
-    if (opt.session) {
+    if (!a.write_code || a.interrupted())
+        print_statistics(m, a);
+    if (opt.session) { // what no one reads any more is a part of the conversation as well
         if (a.interrupted() && a.text.empty() && !talk.messages.empty())
             talk.messages.pop_back(); // the message without an answer
         else if (!opt.messages)
             talk.messages.push_back({"assistant", without_nul(a.text)});
-        talk.save(m, opt.session);
+        file.save(m, talk);
     }
+    a.leave_if_unwritten();
     leave_if_caught();
+    if (file.moved)
+        throw quit{EXIT_ERROR};
 }
 
 void cmd_run() { answer_once(no_prompt); }
@@ -1566,7 +1748,7 @@ const chat_command_row chat_commands[] = {
     {COMPACT, "/compact", "[N]", "drop the N oldest turns; without N, until half the context is free"},
     {SYSTEM, "/system", "[TEXT]", "set the system message; alone: show it; /system - removes it"},
     {SET, "/set", "[KEY VALUE]", "change a setting, or back with VALUE default; alone: list them"},
-    {THINK, "/think", "on|off", "ask for reasoning, or for none"},
+    {THINK, "/think", "[on|off]", "ask for reasoning, or for none; alone: show it"},
     {SAVE, "/save", "FILE", "write conversation, settings and cache to a session file"},
     {LOAD, "/load", "FILE", "go on with one, in place of this conversation"},
     {EXPORT, "/export", "FILE", "write the conversation as JSON (run --messages reads it)"},
@@ -1583,6 +1765,9 @@ struct line_reader {
     bool had_text = false;   // INTERRUPT came with something typed, where that can be known
     bool ended = false;      // the end of the input was read, after `pending`
     string pending;          // read, and not yet taken
+    string pasted;           // lines between a terminal's marks of a paste
+    bool marks_pastes = false;
+    bool typed_ahead = false; // `pending` was there before the prompt: lines of their own, unless marked
 
     // Reads what is there, until nothing comes for `gap` milliseconds.
     void fill(int gap) {
@@ -1628,7 +1813,7 @@ struct line_reader {
                 pending.clear();
                 return line.empty() ? END : LINE;
             }
-            const bool again = redraw.exchange(false);
+            const bool again = redraw.exchange(0);
             if ((show || again) && write_out(prompt, strlen(prompt)))
                 return END;
             show = false;
@@ -1652,10 +1837,69 @@ struct line_reader {
     }
     static char *show_prompt(EditLine *editor) { return const_cast<char *>(of(editor).prompt_text); }
 
+    // A terminal that knows how puts marks around a paste. One line goes on as if it was typed; several end the line.
+    bool begins_paste() const { return pending.compare(0, 6, "\x1b[200~") == 0; }
+    bool paste_is_open() const {
+        return begins_paste() && pending.find("\x1b[201~") == string::npos && pending.size() < INPUT_LIMIT;
+    }
+    void take_paste() {
+        marks_pastes = true;
+        const size_t end = std::min(pending.find("\x1b[201~"), pending.size());
+        string text;
+        for (size_t i = 6; i < end; i++) {
+            const char c = pending[i], next = pending[i + 1 < end ? i + 1 : i];
+            if (c == '\r' || c == '\n')
+                text += '\n', i += next != c && (next == '\r' || next == '\n');
+            else if ((unsigned char)c >= 32 || c == '\t')
+                text += c;
+        }
+        pending.erase(0, end + 6);
+        (text.find('\n') == string::npos ? pending : pasted).insert(0, text);
+    }
+    // While the model works, keys wait for the next prompt, unseen and not cut as the terminal's own editing would.
+    static void quiet_terminal() {
+        termios t;
+        if (tcgetattr(0, &t) < 0)
+            return;
+        if (!terminal_changed)
+            terminal_was = t, terminal_changed = true;
+        t.c_lflag &= ~tcflag_t(ICANON | ECHO);
+        t.c_cc[VMIN] = 1, t.c_cc[VTIME] = 0;
+        tcsetattr(0, TCSANOW, &t);
+    }
+    void mark_pastes() const {
+        if (!is_dumb && write_out("\x1b[?2004h", 8))
+            return; // the next write says so
+    }
+    bool is_dumb = true; // the terminal
+    int columns = 0;
+
+    // libedit begins to draw wherever the cursor is, so that goes to the line's beginning first. How many rows that is
+    // above depends on whether the terminal has wrapped anew: at least those of the larger width.
+    void draw_again() {
+        const int sig = redraw.exchange(0), before = columns;
+        const LineInfo *line = el_line(editor);
+        measure();
+        size_t width = strlen(prompt_text);
+        for (const char *c = line->buffer; c < line->cursor; c++)
+            width += (*c & 0xc0) != 0x80;
+        const size_t up = sig == SIGWINCH ? width / size_t(std::max(std::max(before, columns), 1)) : 0;
+        const string home = is_dumb ? "\n" : up ? strf("\r\x1b[%zuA\x1b[J", up) : "\r\x1b[J";
+        write_out(home.data(), home.size());
+        if (sig == SIGCONT)
+            mark_pastes();
+        el_resize(editor);
+        el_set(editor, EL_PREP_TERM, 1);
+        el_set(editor, EL_REFRESH);
+    }
+    void measure() {
+        winsize size;
+        columns = ioctl(1, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+    }
+
     // libedit takes a key's sequence that it does not know for text. Those that it knows are bound here; of the others
     // what comes together with the escape is dropped. Returns true when it was.
     bool drop_unknown_key() {
-        fill(pending.size() > 1 ? 0 : PASTE_GAP / 2);
         if (pending.size() < 2 || (pending[1] != '[' && pending[1] != 'O'))
             return false;
         size_t end = 2;
@@ -1686,7 +1930,7 @@ struct line_reader {
     static int next_character(EditLine *editor, wchar_t *out) {
         line_reader &self = of(editor);
         for (mbstate_t state = {};;) {
-            while (self.pending.empty() && !self.ended) {
+            while ((self.pending.empty() || self.paste_is_open()) && !self.ended) {
                 if (wait_key()) {
                     self.fill(0);
                 } else if (caught) {
@@ -1694,16 +1938,25 @@ struct line_reader {
                     self.had_text = line->lastchar > line->buffer;
                     return -1;
                 } else {
-                    redraw = false;
-                    el_resize(editor);
-                    el_set(editor, EL_PREP_TERM, 1);
-                    el_set(editor, EL_REFRESH);
+                    self.draw_again();
                 }
             }
             if (self.pending.empty())
                 return self.ended = false;
-            if (self.pending[0] == '\x1b' && self.drop_unknown_key())
-                continue;
+            if (self.pending[0] == '\x1b') { // a key's sequence ends with a letter or ~, mostly comes whole
+                self.fill(self.pending.size() > 2 && self.pending.back() >= '@' ? 0 : PASTE_GAP / 2);
+                if (self.paste_is_open() && !self.ended)
+                    continue;
+                if (self.begins_paste()) {
+                    self.take_paste();
+                    *out = '\n';
+                    if (!self.pasted.empty())
+                        return 1;
+                    continue;
+                }
+                if (self.drop_unknown_key())
+                    continue;
+            }
             const size_t used = mbrtowc(out, &self.pending[0], 1, &state);
             self.pending.erase(0, 1);
             if (used == size_t(-2))
@@ -1711,7 +1964,7 @@ struct line_reader {
             if (used == size_t(-1))
                 *out = 0xfffd;
             if (*out == '\n' || *out == '\r')
-                self.fill(PASTE_GAP);
+                self.fill(self.marks_pastes ? 0 : PASTE_GAP);
             return 1;
         }
     }
@@ -1739,12 +1992,17 @@ struct line_reader {
         catch_signal(SIGWINCH);
         find_history_file();
         load_history();
+        const char *terminal = getenv("TERM");
+        is_dumb = !terminal || !*terminal || strcmp(terminal, "dumb") == 0;
+        quiet_terminal();
+        mark_pastes();
     }
     ~line_reader() {
         if (editor)
             el_end(editor);
         if (history)
             history_end(history);
+        restore_terminal();
     }
 
     // What TAB can put in place of `word`: commands at the beginning of a line, file names after one that takes them.
@@ -1768,12 +2026,13 @@ struct line_reader {
         const size_t slash = path.rfind('/');
         const string folder = slash == string::npos ? "" : path.substr(0, slash + 1);
         word = path.substr(folder.size());
-        if (DIR *dir = opendir(folder.empty() ? "." : folder.c_str())) {
+        if (DIR *dir = opendir(folder.empty() ? "." : user_path(folder).c_str())) {
             while (const dirent *entry = readdir(dir)) {
                 const string name = entry->d_name;
                 struct stat st;
                 if (name.compare(0, word.size(), word) == 0 && (name[0] != '.' || !word.empty()))
-                    out.push_back(name + (stat((folder + name).c_str(), &st) == 0 && S_ISDIR(st.st_mode) ? "/" : ""));
+                    out.push_back(
+                        name + (stat((user_path(folder) + name).c_str(), &st) == 0 && S_ISDIR(st.st_mode) ? "/" : ""));
             }
             closedir(dir);
         }
@@ -1864,7 +2123,7 @@ struct line_reader {
     }
 
     outcome read_edited(const char *prompt, string &line) {
-        if (take_line(line)) { // of a paste: no one edits it, and the terminal has not shown it
+        if (!typed_ahead && !marks_pastes && take_line(line)) { // of a paste: no one edits it, nothing has shown it
             string shown = prompt + line;
             for (char &c : shown)
                 c = (unsigned char)c < 32 && c != '\t' ? '?' : c;
@@ -1873,10 +2132,12 @@ struct line_reader {
         }
         prompt_text = prompt;
         int n = 0;
-        redraw = false;
+        redraw = 0;
+        measure();
         el_resize(editor);
         el_set(editor, EL_PREP_TERM, 1); // before the prompt shows, so that no key is taken the old way
         const char *text = el_gets(editor, &n);
+        quiet_terminal();
         if (caught)
             return INTERRUPT;
         if (!text || n <= 0)
@@ -1900,23 +2161,55 @@ struct line_reader {
         const outcome got = history ? read_edited(prompt, line) : read_plain(prompt, line);
         at_prompt = false;
         if (got == INTERRUPT)
-            pending.clear();
+            pending.clear(), pasted.clear();
         return got;
     }
 
-    // A line and those that came together with it, a paste; or all that stands between """ and """.
+    // `pasted` continues `text`; its last line, if it has no end yet, is the user's to finish.
+    outcome read_pasted(string &text) {
+        while (!pasted.empty()) {
+            const string all = text + pasted;
+            string shown, line;
+            for (size_t at = 0, end; (end = pasted.find('\n', at)) != string::npos; at = end + 1)
+                shown += "... " + pasted.substr(at, end + 1 - at);
+            const size_t last = all.rfind('\n');
+            text = all.substr(0, last);
+            pending.insert(0, all, last + 1, string::npos);
+            pasted.clear();
+            if (write_out(shown.data(), shown.size()))
+                return END;
+            if (last + 1 == all.size())
+                return LINE;
+            const outcome got = read_line("... ", line);
+            if (got == INTERRUPT)
+                return got;
+            text += "\n" + line;
+            ended = ended || got == END;
+        }
+        return LINE;
+    }
+
+    // A line; lines that were pasted; or all that stands between """ and """.
     outcome read_message(string &text, bool &block) {
         static const string quotes = "\"\"\"";
         block = false;
         string line;
+        if (pending.empty()) {
+            fill(0);
+            typed_ahead = pending.find_first_of("\r\n") != string::npos;
+        }
         if (const outcome got = read_line("> ", text))
             return got;
+        if (!pasted.empty()) {
+            block = true;
+            return read_pasted(text);
+        }
         const size_t start = std::min(text.find_first_not_of(" \t"), text.size());
         if (text.compare(start, 1, "/") == 0)
             return LINE;
         if (text.compare(start, 3, quotes) != 0) {
             outcome got = LINE;
-            while (!pending.empty() && (got = read_line("... ", line)) == LINE)
+            while (!typed_ahead && !marks_pastes && !pending.empty() && (got = read_line("... ", line)) == LINE)
                 text += "\n" + line;
             ended = ended || got == END; // first the text, then the end
             return got == END ? LINE : got;
@@ -1947,9 +2240,16 @@ struct line_reader {
 struct chat {
     opened &m;
     conversation talk;
+    session_file file;
 
-    explicit chat(opened &model) : m(model) {}
+    explicit chat(opened &model) : m(model), file(opt.session ? opt.session : "") {}
 
+    // Against a full context. A first turn has none before it to drop.
+    const char *advice() const {
+        return talk.messages.size() > 2
+                   ? "/compact drops the oldest turns, /clear begins anew, -c sets a larger context"
+                   : "/clear begins anew, -c sets a larger context";
+    }
     // The prompt for the last message. Where there is room for a few words only, it is refused.
     vector<int32_t> prompt() const {
         vector<int32_t> ids = talk.ids(m);
@@ -1957,8 +2257,8 @@ struct chat {
         if (ids.size() + size_t(most > 0 ? std::min(most, few) : few) > size_t(ctx))
             fail(EXIT_ERROR,
                  "not answered: with this message the prompt has %zu tokens, too many for an answer in the context of "
-                 "%d; /compact drops the oldest turns, /clear begins anew, a larger context is set with -c",
-                 ids.size(), ctx);
+                 "%d; %s",
+                 ids.size(), ctx, advice());
         return ids;
     }
 
@@ -1966,22 +2266,25 @@ struct chat {
     bool answer_with(const vector<int32_t> &ids) {
         answer a(true);
         make_answer(m, ids, a);
-        if (!a.write_code && (!a.text.empty() || a.interrupted()))
-            print("\n");
         const bool some = a.code == 0 || !a.text.empty();
-        if (some)
+        if (some) // first of all: the terminal may be gone
             talk.messages.push_back({"assistant", without_nul(a.text)});
+        a.leave_if_unwritten();
+        if (!a.text.empty() || a.interrupted())
+            print("\n");
         if (a.failed())
             fail(EXIT_ERROR, "%s", a.err.msg);
         if (some && a.interrupted())
             note("stopped; the partial answer stays in the conversation (/undo takes it back, /regen tries again)");
         if (a.context_full())
-            note("stopped after %d tokens: with the prompt of %zu the context of %d tokens is full; /compact drops the "
-                 "oldest turns, /clear begins anew, a larger context is set with -c",
-                 a.result.n_tokens, ids.size(), engine_session_ctx(m.session));
+            note("stopped after %s: with the prompt of %zu the context of %d tokens is full; %s",
+                 counted(a.result.n_tokens, "token").c_str(), ids.size(), engine_session_ctx(m.session), advice());
         print_statistics(m, a);
+        if (some && m.stats().kv_bytes < SAVED_OFTEN)
+            file.save(m, talk);
         return some;
     }
+    enum { SAVED_OFTEN = 64 << 20 }; // bytes
 
     void send(const string &text) {
         talk.drop_unanswered();
@@ -2082,21 +2385,22 @@ struct chat {
         for (size_t i = 0; i < starts[drop]; i++)
             tell("dropped %s\n", shown(talk.messages[i]).c_str());
         talk = std::move(next);
-        tell("dropped the oldest %llu of %zu turns; %s left, %zu of %zu tokens\n", (unsigned long long)drop, turns,
-             talk.describe().c_str(), left, ctx);
+        tell("dropped the oldest %llu of %s; %s left, %zu of %zu tokens\n", (unsigned long long)drop,
+             counted(int64_t(turns), "turn").c_str(), talk.describe().c_str(), left, ctx);
     }
 
     static string value_of(const option_row &row) {
         const option_target &to = row.target;
+        const char *const in_help = strrchr(row.help, '(') ? strrchr(row.help, '(') + 1 : ""; // the library's default
         string list;
         switch (to.kind) {
         case FLAG:
             return to.get<bool>() ? "on" : "off";
         case NUMBER:
         case COUNT:
-            return to.get<int>() || row.lo <= 0 ? std::to_string(to.get<int>()) : "default";
+            return std::to_string(to.get<int>() || row.lo <= 0 ? to.get<int>() : atoi(in_help));
         case REAL:
-            return to.get<float>() != 0 || row.lo <= 0 ? strf("%g", double(to.get<float>())) : "default";
+            return strf("%g", to.get<float>() != 0 || row.lo <= 0 ? double(to.get<float>()) : atof(in_help));
         case SEED:
             return std::to_string(to.get<uint64_t>());
         case TEXT:
@@ -2105,7 +2409,7 @@ struct chat {
         case TEXTS:
             for (const char *t : to.get<vector<const char *>>())
                 list += (list.empty() ? "" : " ") + json_string(t);
-            return list.empty() ? "default" : list;
+            return !list.empty() ? list : *in_help ? "default: " + string(in_help, strcspn(in_help, ")")) : "none";
         case NUMBERS:
         case BIAS:
             for (const engine_logit_bias &b : to.get<vector<engine_logit_bias>>())
@@ -2154,13 +2458,30 @@ struct chat {
         note("%s is %s", row->name, value_of(*row).c_str());
     }
 
+    bool is_own_file(const string &path) const {
+        return !file.path.empty() && session_file(path).is(state_of(file.path));
+    }
+
     void load(const string &path) {
         const string before = talk.describe();
+        const session_file read(path);
         if (!talk.load(m, path.c_str(), false))
             fail(EXIT_ERROR, "%s holds no conversation, only tokens", path.c_str());
         m.draw_seed();
-        note("%s: %s, %lld tokens; this conversation had %s", path.c_str(), talk.describe().c_str(),
-             (long long)m.stats().n_tokens, before.c_str());
+        note("%s: %s, %s; this conversation had %s", path.c_str(), talk.describe().c_str(),
+             counted(m.stats().n_tokens, "token").c_str(), before.c_str());
+        if (file.path.empty() || is_own_file(path)) {
+            file = read;
+            file.written = m.session_note();
+            note("what comes now is written to this file");
+        } else {
+            say_where_it_goes();
+        }
+    }
+    void say_where_it_goes() const {
+        if (!file.path.empty())
+            note("%s gets this conversation in place of the one that is there, with the next answer or at the end",
+                 file.path.c_str());
     }
 
     void show_stats() {
@@ -2213,11 +2534,13 @@ struct chat {
             fail(EXIT_ERROR, "%s takes no argument", word.c_str());
         if (text.empty() && found->needs_argument())
             fail(EXIT_ERROR, "%s needs an argument: %s", word.c_str(), found->argument);
+        const string path = user_path(text);
         switch (found->command) {
         case CLEAR:
             m.check(engine_rewind(m.session, 0, &m.err));
             talk.messages.clear();
-            return note("conversation cleared");
+            note("conversation cleared");
+            return say_where_it_goes();
         case REGEN:
             return regenerate();
         case UNDO:
@@ -2229,18 +2552,21 @@ struct chat {
         case SET:
             return set(text);
         case THINK:
-            return set("think " + text);
+            return set("think" + (text.empty() ? "" : " " + text));
         case SAVE:
-            talk.save(m, text.c_str());
-            return note("saved to %s", text.c_str());
+            talk.save(m, path);
+            if (is_own_file(path))
+                file.note_state(talk.note_bytes());
+            return note("saved to %s", path.c_str());
         case LOAD:
-            return load(text);
+            return load(path);
         case EXPORT:
-            if (const int problem = write_file(text, talk.json()))
-                fail(EXIT_ERROR, "%s: %s", text.c_str(), strerror(problem));
-            return note("%s written to %s", talk.describe().c_str(), text.c_str());
+            check_replaceable(path, "exported conversation", {"[\n{\"role\":\"", "[]\n"});
+            if (const int problem = write_file(path, talk.json()))
+                fail(EXIT_ERROR, "%s: %s", path.c_str(), strerror(problem));
+            return note("%s written to %s", talk.describe().c_str(), path.c_str());
         case READ:
-            return send_file(text);
+            return send_file(path);
         case STATS:
             return show_stats();
         case HELP:
@@ -2251,7 +2577,7 @@ struct chat {
     }
 
     void send_file(const string &path) {
-        string text = read_input(path.c_str(), false);
+        string text = read_text(path);
         drop_newline(text);
         if (is_blank(text))
             fail(EXIT_ERROR, "%s has no text", path.c_str());
@@ -2269,8 +2595,7 @@ struct chat {
 };
 
 // Talks until the user leaves.
-void converse(chat &c) {
-    line_reader reader;
+void converse(chat &c, line_reader &reader) {
     string text;
     for (int strikes = 0;;) { // strikes: Ctrl-C since something was entered
         bool block;
@@ -2318,9 +2643,10 @@ void cmd_chat() {
     m.apply_settings();
     m.start(opt.ctx);
     chat c(m);
-    if (old && c.talk.load(m, opt.session, true))
-        note("%s: %s, %lld tokens", opt.session, c.talk.describe().c_str(), (long long)m.stats().n_tokens);
-    else if (old)
+    if (old && c.talk.load(m, opt.session, true)) {
+        c.file.written = m.session_note();
+        note("%s: %s, %s", opt.session, c.talk.describe().c_str(), counted(m.stats().n_tokens, "token").c_str());
+    } else if (old)
         note("%s holds no conversation; its tokens are reused", opt.session);
     m.draw_seed();
     if (opt.system)
@@ -2333,18 +2659,28 @@ void cmd_chat() {
         fcntl(fd, F_SETFL, O_NONBLOCK);
     catch_signal(SIGCONT);
     greet(m);
+    line_reader reader;
     quit left = {EXIT_OK};
-    try {
-        converse(c);
-    } catch (const quit &q) { // whatever the reason, the session is written
-        left = q;
-    }
-    if (opt.session) {
+    for (bool again = true, first = true; again;
+         first = false) { // whatever the reason to leave, the session is written
+        try {
+            again = false;
+            converse(c, reader);
+        } catch (const quit &q) {
+            left = q;
+        }
         caught = 0;
-        c.talk.save(m, opt.session);
+        try {
+            c.file.save(m, c.talk);
+        } catch (const quit &) {
+            again = first && (left.code == EXIT_OK || left.code == 128 + SIGINT);
+            left.code = again ? EXIT_OK : EXIT_ERROR;
+            if (again)
+                tell("engine: the conversation is not saved: /save it to another file, or leave again and lose it\n");
+        }
     }
-    if (left.code)
-        throw left;
+    if (left.code || c.file.moved)
+        throw quit{left.code ? left.code : EXIT_ERROR};
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -2621,7 +2957,7 @@ void cmd_perplexity() {
     const size_t bos = m.info.add_bos && m.info.bos >= 0;
     const size_t size = opt.ctx ? size_t(opt.ctx) : 512, step = size - bos;
     if (ids.size() + bos < 2)
-        fail(EXIT_ERROR, "the text has %zu tokens: there is nothing to score", ids.size());
+        fail(EXIT_ERROR, "the text has %s: there is nothing to score", counted(int64_t(ids.size()), "token").c_str());
     m.start(int(size));
     const size_t windows = (ids.size() + step - 1) / step;
     const progress bar{"perplexity"};
@@ -2901,6 +3237,10 @@ void cmd_plan() {
     if (int64_t(opt.prefill_tokens) + opt.decode_tokens > 1 << 28)
         fail(EXIT_USAGE, "-p and -n add up to more than %d tokens", 1 << 28);
     const engine_plan_info chosen = plan(opt.ctx);
+    const int usual = opt.ctx ? plan(0).n_ctx : 0;
+    if (opt.ctx > usual)
+        note("a context of %d is more than the %d that the model was trained for, or that memory allows", opt.ctx,
+             usual);
     const double bandwidth = measure_bandwidth(chosen.threads), int8 = measure_int8(chosen.threads);
     if (bandwidth <= 0 || int8 <= 0)
         fail(EXIT_ERROR, "this machine cannot be measured: no memory, or no threads");

@@ -74,7 +74,7 @@ TEST(Chat, TalksOnATerminal) {
 }
 
 TEST(Chat, LeavesWithCtrlD) {
-    cli_chat chat({"-q"});
+    cli_chat chat({"-q"}, cli_terminal({"TERM=dumb"}));
     EXPECT_EQ(chat.greeting, "> ") << "-q";
     EXPECT_EQ(chat.leave(), 0);
 }
@@ -111,13 +111,14 @@ TEST(Chat, ChangesSettings) {
     cli_chat chat({"--temp", "0.5", "--stop", "one"});
     std::string got = chat.say("/set");
     for (const char *part : {"temp               0.5", "top-k              40", "stop               \"one\"",
-                             "reasoning          stderr", "ignore-eos         off", "dry-base           default"})
+                             "reasoning          stderr", "ignore-eos         off", "dry-base           1.75",
+                             "repeat-last-n      64", "dry-breaker        default: newline : \" *"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
     EXPECT_TRUE(cli_has(chat.say("/set temp 0"), "temp is 0"));
     EXPECT_TRUE(cli_has(chat.say("/set max-tokens 2"), "max-tokens is 2"));
     EXPECT_TRUE(cli_has(chat.say("Hello"), "answer 2 tokens (length)"));
     EXPECT_TRUE(cli_has(chat.say("/set stop two"), "stop is \"one\" \"two\""));
-    EXPECT_TRUE(cli_has(chat.say("/set stop default"), "stop is default"));
+    EXPECT_TRUE(cli_has(chat.say("/set stop default"), "stop is none"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias 5-inf"), "logit-bias is 5=-inf"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias 2048+1"), "there is no token 2048"));
     EXPECT_TRUE(cli_has(chat.say("/set logit-bias"), "5=-inf\r\n")) << "what was refused has changed nothing";
@@ -133,27 +134,34 @@ TEST(Chat, ChangesSettings) {
     EXPECT_TRUE(cli_has(got, "the chat template does not mention enable_thinking") && cli_has(got, "think is on"))
         << got;
     EXPECT_TRUE(cli_has(chat.say("/think maybe"), "one of on|off"));
+    EXPECT_TRUE(cli_has(chat.say("/think"), "think              on"));
     EXPECT_EQ(chat.leave(), 0);
 }
 
 TEST(Chat, ReadsAndExportsFiles) {
     test::temp_dir dir;
-    test::write_file(dir / "text", "Once \"upon\" a\ttime\n\xc3\xa9\n");
+    test::write_file(dir / "text", "\xef\xbb\xbfOnce \"upon\" a\ttime\n\xc3\xa9\n");
     test::write_file(dir / "blank", " \n");
-    test::write_file(dir / "old", "what was there before");
+    test::write_file(dir / "old", "[]\n"); // what this program exports of nothing
+    ASSERT_EQ(symlink("old", (dir / "link").c_str()), 0);
     cli_chat chat({"-n", "3"});
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "none"), "No such file"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir.path), "Is a directory"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "blank"), "has no text"));
+    test::write_file(dir / "latin", "caf\xe9\n");
+    EXPECT_TRUE(cli_has(chat.say("/read " + dir / "latin"), "latin: byte 3 is no UTF-8"));
     EXPECT_TRUE(cli_has(chat.say("/read " + dir / "text"), "| answer"));
     EXPECT_TRUE(cli_has(chat.say("/export " + dir / "no/such"), "No such file"));
-    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "old"), "2 messages written"));
+    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "link"), "2 messages written"));
+    EXPECT_TRUE(cli_has(chat.say("/export " + dir / "old"), "2 messages written")) << "again";
     const std::string json = test::read_file(dir / "old");
     EXPECT_TRUE(cli_is_json(json)) << json;
     EXPECT_TRUE(cli_has(json, chat_message("user", "Once \\\"upon\\\" a\\ttime\\n\xc3\xa9"))) << json;
     struct stat st = {};
     EXPECT_EQ(stat((dir / "old").c_str(), &st), 0);
     EXPECT_EQ(st.st_mode & 0777, 0600u);
+    EXPECT_EQ(lstat((dir / "link").c_str(), &st), 0);
+    EXPECT_TRUE(S_ISLNK(st.st_mode));
     EXPECT_TRUE(cli_has(chat.say("/export /dev/null"), "2 messages written"));
     EXPECT_EQ(stat("/dev/null", &st), 0);
     EXPECT_TRUE(S_ISCHR(st.st_mode)) << "a device is written to, not replaced";
@@ -169,30 +177,55 @@ TEST(Chat, ReadsAndExportsFiles) {
     EXPECT_EQ(chat.leave(), 0);
 }
 
+TEST(Chat, OverwritesOnlyFilesOfItsOwn) {
+    test::temp_dir dir;
+    test::write_file(dir / "notes", "years of work\n");
+    test::write_file(dir / "data.json", "[1, 2, 3]\n");
+    test::write_file(dir / "empty", "");
+    ASSERT_EQ(symlink("notes", (dir / "link").c_str()), 0);
+    ASSERT_EQ(symlink("nothing", (dir / "loose").c_str()), 0);
+    cli_chat chat({"-n", "2"}, cli_terminal({"HOME=" + dir.path}));
+    for (const char *command : {"/save ", "/export "}) {
+        for (const char *name : {"notes", "data.json", "link"})
+            EXPECT_TRUE(cli_has(chat.say(command + dir / name), dir / name + ": is there already and is no "));
+        EXPECT_TRUE(cli_has(chat.say(command + dir / "loose"), "a link that leads nowhere"));
+    }
+    EXPECT_TRUE(cli_has(chat.say("/save " + dir / "empty"), "saved to"));
+    EXPECT_TRUE(cli_has(chat.say("/save ~/empty"), "saved to " + dir / "empty"));
+    EXPECT_TRUE(cli_has(chat.say("/export ~/empty"), "is no exported conversation"));
+    EXPECT_TRUE(cli_has(chat.say("/save ~/no/such"), dir / "no/such: cannot be created: No such file"));
+    EXPECT_TRUE(cli_has(chat.say("/read ~/notes"), "| answer"));
+    EXPECT_EQ(chat.leave(), 0);
+    EXPECT_EQ(test::read_file(dir / "notes"), "years of work\n");
+    EXPECT_EQ(test::read_file(dir / "data.json"), "[1, 2, 3]\n");
+    EXPECT_EQ(test::shell("ls '" + dir.path + "'").out, "data.json\nempty\nlink\nloose\nnotes\n");
+}
+
 // ---- a full context ----
 
 TEST(Chat, StaysAliveWhenItsContextIsFull) {
     cli_chat chat({"-c", "40", "--ignore-eos"});
     EXPECT_TRUE(cli_has(chat.greeting, "40 tokens (of 2048 that the model was trained for)")) << chat.greeting;
     std::string got = chat.say(cli_long_text(60));
-    for (const char *part : {"not answered", "context of 40", "/clear", "/compact", "-c"})
+    for (const char *part : {"not answered", "context of 40", "/clear", "-c"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
+    EXPECT_FALSE(cli_has(got, "/compact")) << "there is nothing to drop: " << got;
     int tokens = 0;
     ASSERT_EQ(
         sscanf(got.c_str() + got.find("not answered"), "not answered: with this message the prompt has %d", &tokens),
         1);
     EXPECT_GT(tokens, 40);
     got = chat.say("Hi");
-    for (const char *part : {"context of 40 tokens is full", "/clear", "/compact", "-c", "(context)"})
+    for (const char *part : {"context of 40 tokens is full", "/clear", "-c", "(context)"})
         EXPECT_TRUE(cli_has(got, part)) << part << " in " << got;
     for (int i = 0; i < 3; i++) { // it stays full
         got = chat.say("Hi");
-        EXPECT_TRUE(cli_has(got, "not answered") && !cli_has(got, "| answer")) << got;
+        EXPECT_TRUE(cli_has(got, "not answered") && cli_has(got, "/compact") && !cli_has(got, "| answer")) << got;
     }
     EXPECT_TRUE(cli_has(chat.say("/stats"), "2 messages"));
     got = chat.say("/compact");
     EXPECT_TRUE(cli_has(got, "dropped user: Hi (2 bytes)") && cli_has(got, "dropped assistant: ")) << got;
-    EXPECT_TRUE(cli_has(got, "dropped the oldest 1 of 1 turns; 0 messages left, 0 of 40 tokens")) << got;
+    EXPECT_TRUE(cli_has(got, "dropped the oldest 1 of 1 turn; 0 messages left, 0 of 40 tokens")) << got;
     EXPECT_TRUE(cli_has(chat.say("Hi"), "| answer"));
     chat.say("/clear");
     EXPECT_TRUE(cli_has(chat.say("Hi"), "| answer"));
@@ -292,7 +325,7 @@ TEST(Chat, TakesAPasteAsOneMessage) {
     cli_chat chat({"-n", "1"});
     std::string shown = chat.child.paste("one\n\ttwo\n\nthree\n");
     shown += chat.until("\n> ");
-    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 tokens")) << shown;
+    EXPECT_TRUE(cli_has(shown, "three") && cli_has(shown, "| answer 1 token (")) << shown;
     EXPECT_TRUE(cli_has(chat.exported(), chat_message("user", "one\\n\\ttwo\\n\\nthree")));
     shown = chat.child.paste("four\nfive"); // its last line has no end yet
     if (!cli_has(shown, "five"))
@@ -310,6 +343,91 @@ TEST(Chat, TakesAPasteAsOneMessage) {
     EXPECT_TRUE(cli_has(chat.until("| answer"), "| answer"));
     chat.child.rest();
     EXPECT_EQ(chat.child.status(5), 0);
+}
+
+// Terminals of today say where a paste begins and ends.
+TEST(Chat, TakesAMarkedPasteAsText) {
+    cli_chat chat({"-n", "1"}, cli_terminal({"TERM=xterm"}));
+    if (!chat.edits())
+        return; // this build has no line editor
+    const std::string begin = "\x1b[200~", end = "\x1b[201~";
+    EXPECT_TRUE(cli_has(chat.greeting, "\x1b[?2004h"));
+    const auto last = [&chat] { // what the last message was, and nothing else
+        const std::string all = chat.exported();
+        const size_t at = all.rfind("{\"role\":\"user\"");
+        return at == std::string::npos ? all : all.substr(at, all.find('}', at) + 1 - at);
+    };
+    chat.type(begin + "/clear\r\tone\x1b[A\r\rtwo\r" + end);
+    std::string got = chat.until("| answer");
+    EXPECT_TRUE(cli_has(got, "... two")) << got;
+    chat.until("\n> ");
+    EXPECT_EQ(last(), chat_message("user", "/clear\\n\\tone[A\\n\\ntwo"));
+    chat.type("see: " + begin + "three\rfo" + end); // its last line is the user's to finish
+    chat.until("... fo");
+    usleep(100000);
+    chat.type("ur\n");
+    EXPECT_TRUE(cli_has(chat.until("| answer"), "| answer"));
+    chat.until("\n> ");
+    EXPECT_EQ(last(), chat_message("user", "see: three\\nfour"));
+    chat.say(begin + "a word" + end + " and" + begin + end + " more"); // no lines: as if typed
+    EXPECT_EQ(last(), chat_message("user", "a word and more"));
+    chat.say("x\ny"); // two lines, then, and not one message
+    EXPECT_TRUE(cli_has(chat.until("| answer") + chat.until("\n> "), "| answer"));
+    EXPECT_EQ(last(), chat_message("user", "y"));
+    std::string large; // in pieces, with pauses that would end a paste without marks
+    for (int i = 0; i < 40; i++)
+        large += "line " + std::to_string(i) + "\r";
+    chat.type(begin + large.substr(0, 100));
+    usleep(150000);
+    chat.type(large.substr(100) + end.substr(0, 3));
+    usleep(150000);
+    chat.type(end.substr(3));
+    EXPECT_TRUE(cli_has(chat.until("| answer"), "| answer"));
+    chat.until("\n> ");
+    got = last();
+    EXPECT_TRUE(cli_has(got, "line 0\\nline 1\\n") && cli_has(got, "line 39\"}")) << got;
+    EXPECT_EQ(chat.leave(), 0);
+    EXPECT_TRUE(cli_has(chat.last, "\x1b[?2004l"));
+    cli_chat dumb({}, cli_terminal({"TERM=dumb"}));
+    EXPECT_FALSE(cli_has(dumb.greeting, "\x1b")) << dumb.greeting;
+    EXPECT_EQ(dumb.leave(), 0);
+}
+
+// What is typed while the model answers waits: each line is one of its own, edited, and whole.
+TEST(Chat, KeepsWhatIsTypedDuringAnAnswer) {
+    for (const char *terminal : {"TERM=xterm", "TERM=dumb"}) {
+        cli_chat chat({"-n", "300", "--ignore-eos"}, cli_terminal({terminal}));
+        if (!chat.edits())
+            return; // this build has no line editor
+        chat.type("Hello\n");
+        chat.until("Hello");
+        ASSERT_FALSE(chat.until("e", 30).empty());          // the answer has begun
+        const std::string text = "a" + cli_long_text(1125); // of 4501 bytes
+        chat.type("/set max-tokens 1\n");
+        chat.type("onf\x7f"
+                  "e\n");
+        for (size_t at = 0; at < text.size(); at += 500)
+            chat.type(text.substr(at, 500));
+        chat.type("\n/set temp 0\n");
+        EXPECT_TRUE(cli_has(chat.until("temp is 0"), "max-tokens is 1")) << terminal;
+        chat.until("\n> ");
+        const std::string all = chat.exported();
+        EXPECT_EQ(chat_count(all, "\"user\""), 3) << terminal;
+        EXPECT_TRUE(cli_has(all, chat_message("user", "one"))) << terminal << all;
+        EXPECT_TRUE(cli_has(all, chat_message("user", text))) << terminal;
+        // Leaving in the middle gives the terminal back as it was.
+        chat.say("/set max-tokens 600");
+        chat.type("Hello\n");
+        chat.until("Hello");
+        ASSERT_FALSE(chat.until("e", 30).empty());
+        termios t;
+        ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
+        EXPECT_FALSE(t.c_lflag & (ICANON | ECHO));
+        kill(chat.child.pid, SIGINT), kill(chat.child.pid, SIGTERM);
+        EXPECT_GT(chat.child.status(10), 128) << terminal << chat.until("never", 1);
+        ASSERT_EQ(tcgetattr(chat.child.out, &t), 0);
+        EXPECT_EQ(t.c_lflag & (ICANON | ECHO), tcflag_t(ICANON | ECHO));
+    }
 }
 
 TEST(Chat, TakesALargePaste) {
@@ -479,6 +597,22 @@ TEST(Chat, FollowsTheSizeOfItsTerminal) {
     }
 }
 
+TEST(Chat, DrawsItsLineAnewInPlace) {
+    cli_chat chat({}, cli_terminal({"TERM=xterm"}));
+    if (!chat.edits())
+        return; // this build has no line editor
+    chat.type("0123456789");
+    chat.until("9");
+    chat.resize(100);
+    EXPECT_EQ(chat.until("9", 5), "\r\x1b[J> 0123456789");
+    chat.resize(8); // the cursor was in the first row, and may be in the second now: nothing above is taken away
+    EXPECT_EQ(chat.until("> ", 5), "\r\x1b[J> ");
+    chat.until("9", 5);
+    chat.resize(6);
+    EXPECT_EQ(chat.until("> ", 5), "\r\x1b[1A\x1b[J> ");
+    EXPECT_EQ(chat.leave("\x15\x04"), 0);
+}
+
 TEST(Chat, NeverUsesColour) {
     for (const std::vector<std::string> &env : {std::vector<std::string>{"TERM=xterm-256color", "NO_COLOR=1"},
                                                 {"TERM=xterm-256color", "COLORTERM=truecolor"}}) {
@@ -579,6 +713,13 @@ TEST(Sessions, AreTheSameForRunAndChat) {
                                    chat_message("user", "Hello") + ",\n" +
                                    chat_message("assistant", second.out.substr(0, second.out.size() - 1)) + "]\n");
     EXPECT_EQ(chat.leave(), 0);
+    const command_result raw = cli_run("run", {"-p", "Hi", "-s", "Be brief.", "--session", file + "2", "-n", "1"});
+    EXPECT_EQ(raw.code, 0) << raw.err;
+    EXPECT_TRUE(cli_has(raw.err, "answer 1 token (")) << raw.err;
+    const command_result none = cli_run("run", {"-p", "Hi", "--raw", "--session", file + "2"});
+    EXPECT_EQ(none.code, 1);
+    EXPECT_TRUE(cli_has(none.err, "--raw uses no chat template, so " + file + "2, which has a system message,"))
+        << none.err;
     // The logits after it are those of the conversation as a whole, and asking for them changes nothing.
     const std::string before = test::read_file(file);
     const command_result logits = cli_run("run", {"--logits", "-p", "Bye", "--session", file, "-q"});
@@ -694,6 +835,9 @@ TEST(Sessions, KeepTheOldFileWhenTheDiskIsFull) {
         chat.say(cli_long_text(1000)); // 2 kB of cache for each
         EXPECT_TRUE(cli_has(chat.say("/save " + file), says));
         EXPECT_EQ(test::read_file(file), old);
+        chat.type("\x04");
+        const std::string stays = chat.until("\n> ");
+        EXPECT_TRUE(cli_has(stays, says) && cli_has(stays, "/save it to another file, or leave again")) << stays;
         EXPECT_EQ(chat.leave(), 1) << "what cannot be kept is no success";
         EXPECT_TRUE(cli_has(chat.last, says)) << chat.last;
         EXPECT_EQ(test::read_file(file), old);
@@ -708,6 +852,92 @@ TEST(Sessions, KeepTheOldFileWhenTheDiskIsFull) {
         fill(dir / "disk", cli_terminal(), "No space left");
         EXPECT_EQ(umount((dir / "disk").c_str()), 0) << strerror(errno);
     }
+}
+
+// Whoever comes second to a file that another process has written keeps that, and its own conversation beside it.
+TEST(Sessions, OfTwoProcessesAreBothKept) {
+    test::temp_dir dir;
+    const std::string file = dir / "s";
+    const auto holds = [](const std::string &path, const std::string &text) {
+        cli_chat chat({"--session", path});
+        return cli_has(chat.exported(), chat_message("user", text)) && chat.leave() == 0;
+    };
+    for (int round = 0; round < 2; round++) { // without a file at first, then with one
+        const std::string n = std::to_string(round), words[] = {"first" + n, "second" + n, "third" + n};
+        cli_chat a({"--session", file, "-n", "2"}), b({"--session", file, "-n", "2"}), idle({"--session", file});
+        a.say(words[0]);
+        const std::string got = b.say(words[1]), other = file + "." + std::to_string(round + 1);
+        EXPECT_TRUE(cli_has(got, file + ": another process has written it; this conversation goes to " + other)) << got;
+        EXPECT_EQ(a.leave(), 0);
+        EXPECT_EQ(b.leave(), 1);
+        EXPECT_EQ(idle.leave(), 0) << "it has nothing to add";
+        EXPECT_TRUE(holds(file, words[0]) && holds(other, words[1]));
+    }
+    // The same for run, whose answer takes a while.
+    cli_child run({"run", cli_model(), "-p", "from run", "--ignore-eos", "-n", "1900", "--session", file});
+    run.close_input();
+    EXPECT_FALSE(run.read_until("a").empty());
+    EXPECT_EQ(cli_run("run", {"-p", "quick", "-n", "1", "--session", file}).code, 0);
+    kill(run.pid, SIGINT);
+    EXPECT_EQ(run.status(20), 130);
+    EXPECT_TRUE(holds(file, "quick"));
+    EXPECT_TRUE(holds(file + ".3", "from run"));
+}
+
+TEST(Sessions, AreWrittenAfterEachAnswer) {
+    test::temp_dir dir;
+    const std::string file = dir / "a", other = dir / "b";
+    {
+        cli_chat chat({"--session", file, "-n", "2", "--temp", "0", "--stop", "x", "--seed", "-1"});
+        chat.say("Hello");
+        kill(chat.child.pid, SIGKILL);
+        EXPECT_GT(chat.child.status(5), 0);
+    }
+    {
+        cli_chat chat({"--session", file});
+        EXPECT_TRUE(cli_has(chat.greeting, ": 2 messages, ")) << chat.greeting;
+        std::string got = chat.say("/set");
+        EXPECT_TRUE(cli_has(got, "temp               0\r")) << got;
+        EXPECT_FALSE(cli_has(got, "\"x\"")) << "a stop string belongs to the run that gave it: " << got;
+        EXPECT_TRUE(cli_has(chat.say("What is your name?"), "(stop)")) << "-n as well";
+        EXPECT_TRUE(cli_has(chat.say("/save " + other), "saved to"));
+        EXPECT_TRUE(cli_has(chat.say("/clear"), file + " gets this conversation in place"));
+        EXPECT_TRUE(cli_has(chat.say("/load " + other), file + " gets this conversation in place"));
+        EXPECT_EQ(chat.leave(), 0);
+    }
+    { // a chat without a file goes on in the one that it loads
+        const std::string before = test::read_file(file);
+        cli_chat chat({"-n", "1"});
+        EXPECT_TRUE(cli_has(chat.say("/load " + other), "is written to this file"));
+        chat.say("Once more");
+        EXPECT_EQ(chat.leave(), 0);
+        EXPECT_EQ(test::read_file(file), before);
+    }
+    cli_chat chat({"--session", other});
+    EXPECT_TRUE(cli_has(chat.greeting, ": 6 messages, ")) << chat.greeting;
+    EXPECT_EQ(chat.leave(), 0);
+}
+
+// Also what the model was saying when the terminal closed, or when no one read on.
+TEST(Sessions, KeepWhatWasNotHeard) {
+    test::temp_dir dir;
+    const std::string file = dir / "s";
+    {
+        cli_chat chat({"--session", file, "--ignore-eos", "--temp", "0"});
+        chat.type("Tell me a story\n");
+        chat.until("story");
+        ASSERT_FALSE(chat.until("e", 30).empty());
+        close(chat.child.out);
+        chat.child.in = chat.child.out = -1;
+        EXPECT_GT(chat.child.status(10), 0);
+        cli_chat next({"--session", file});
+        EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
+        EXPECT_EQ(next.leave(), 0);
+    }
+    const command_result r = cli_shell("$E run $M -p Hello --ignore-eos -n 500 --session '" + file + "2' | head -c 1");
+    EXPECT_EQ(r.out.size(), 1u);
+    cli_chat next({"--session", file + "2"});
+    EXPECT_TRUE(cli_has(next.greeting, ": 2 messages, ")) << next.greeting;
 }
 
 // Killed while it saves again and again, a chat leaves the old conversation or the new one.

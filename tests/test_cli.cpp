@@ -285,6 +285,9 @@ TEST(Cli, RefusesWrongUsage) {
         {{"run", m, "--min-p", "-0.1"}, "from 0 to 1"},
         {{"run", m, "--seed", "18446744073709551615"}, "or -1 for a random one"},
         {{"run", m, "--stop", ""}, "some text"},
+        {{"run", m, "--session", "", "-p", "x"}, "--session: '' is not a file's name"},
+        {{"run", m, "--kv", "f32", "-p", "x"}, "--kv: 'f32' is not one of f16|q8_0"},
+        {{"run", m, "-c", "268435457", "-p", "x"}, "from 0 to 268435456"},
         {{"run", m, "--raw=1", "-p", "x"}, "takes no value"},
         {{"run", m, "two"}, "unexpected argument 'two' (the text is given with -p)"},
         {{"info", m, "two"}, "unexpected argument 'two'; see"},
@@ -511,6 +514,10 @@ TEST(Cli, TakesAnotherTemplate) {
     EXPECT_TRUE(cli_has(bad.err, "nonsense")) << bad.err;
     test::write_file(dir / "refuses", "{{ raise_exception('no such luck') }}");
     EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "refuses"}).err, "no such luck"));
+    test::write_file(dir / "latin", "caf\xe9");
+    EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "latin"}).err, "latin: byte 3 is no UTF-8"));
+    test::write_file(dir / "mark", "\xef\xbb\xbf" + test::read_file(t));
+    EXPECT_EQ(cli_prompt({"-p", "one", "--template", dir / "mark"}), raw("one"));
     test::write_file(dir / "nul", std::string("{{ 1 }}\0x", 9));
     EXPECT_TRUE(cli_has(cli_run("run", {"-p", "x", "--template", dir / "nul"}).err, "NUL"));
     // A model that has none of its own talks with the one that is given.
@@ -530,6 +537,7 @@ TEST(Cli, TakesAConversation) {
     const std::vector<double> ids = cli_prompt({"-s", "Be brief.", "-p", "H\xc3\xa9llo"});
     EXPECT_EQ(cli_prompt({"--messages", file}), ids);
     EXPECT_EQ(cli_prompt({"--messages", "-"}, test::read_file(file)), ids);
+    EXPECT_EQ(cli_prompt({"--messages", "-"}, "\xef\xbb\xbf" + test::read_file(file)), ids) << "a byte order mark";
     const struct {
         std::string text;
         const char *says;
@@ -537,6 +545,10 @@ TEST(Cli, TakesAConversation) {
                  {"{}", "array"},
                  {"[1]", "object"},
                  {"[{\"role\":\"user\"}", ""},
+                 {" [ ] ", "talk: there is no message in it"},
+                 {"[{\"role\":\"user\",\"content\":\"x\"},\n {\"role\" : \"user\", \"text\": {\"content\": 1}}]",
+                  "talk: message 2 has no content"},
+                 {"[{}]", "talk: message 1 has no role"},
                  {std::string("[\0]", 3), "NUL"}};
     for (const auto &c : cases) {
         test::write_file(file, c.text);
@@ -761,13 +773,15 @@ TEST(Cli, PlansMemoryAndSpeed) {
                                       : "\"bottleneck\":\"decode\""));
     const command_result text = cli_run("plan", {"--kv", "q8_0"});
     EXPECT_EQ(text.code, 0) << text.err;
+    EXPECT_EQ(text.err, "");
     for (const char *part : {"q8_0", "per token", "scratch", "largest context", "2048 ", "GB/s", "512 tokens",
                              "an answer of 256", "will be the bottleneck"})
         EXPECT_TRUE(cli_has(text.out, part)) << part << " in " << text.out;
+    EXPECT_TRUE(cli_has(plan.err, "8192 is more than the 2048 that the model was trained for"));
     const command_result wrong = cli_run("plan", {"--kv", "q9"});
-    EXPECT_EQ(wrong.code, 1);
+    EXPECT_EQ(wrong.code, 2);
     EXPECT_TRUE(cli_has(wrong.err, "q9")) << wrong.err;
-    EXPECT_EQ(cli_run("run", {"-p", "x", "--kv", "q9"}).code, 1);
+    EXPECT_EQ(cli_run("run", {"-p", "x", "--kv", "q9"}).code, 2);
     EXPECT_EQ(cli_run("run", {"-p", "x", "-n", "4", "--kv", "q8_0"}).code, 0);
 }
 
