@@ -7656,8 +7656,16 @@ static int put_step(engine_model &m, const slice *slices, int n_slice) {
     return int(wa.out_row.size());
 }
 
+// Whether one of the step's sessions is to stop. Once it is, it stays so until its call has ended; the large operations
+// of the step are left out from then on, and its results are not used.
+static bool is_cancelled(const engine_model &m) {
+    return std::any_of(m.work.slices.begin(), m.work.slices.end(), [](const slice &s) { return s.cancel->load(); });
+}
+
 // The helper for every weight: y = W x (+ bias), or y += when `accumulate`.
 static void matmul(engine_model &m, mem y, const mat &w, mem bias, mem x, int n_rows, bool accumulate = false) {
+    if (is_cancelled(m))
+        return;
     matmul_op op = matmul_args(w, n_rows);
     op.accumulate = accumulate;
     op.has_bias = bias.handle != nullptr;
@@ -7731,6 +7739,8 @@ static void attention_inputs(engine_model &m, const layer &l, const seg &s, int 
 }
 
 static void attend_rows(engine_model &m, const layer &l, const seg &s, int n_rows, int64_t n_tokens) {
+    if (is_cancelled(m))
+        return;
     const attend_op op = attend_args(m.w.hp, l.window, n_rows, n_tokens);
     const seg segs[2] = {s, {}};
     m.ops->attend(m.be.get(), &op, m.work.att, m.work.q, segs, mem(), &m.work.st);
@@ -7767,9 +7777,8 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
     m.ops->embed(m.be.get(), &em, wa.x, &m.w.embed, &wa.st);
     int seen[N_KINDS] = {}; // layers of each kind so far
     for (int i = 0; i < hp.n_layer; i++) {
-        for (int k = 0; k < n_slice; k++)
-            if (slices[k].cancel->load())
-                return false;
+        if (is_cancelled(m))
+            return false;
         const layer &l = m.w.layers[size_t(i)];
         const int kind = l.window ? SEES_WINDOW : SEES_ALL;
         const page_pool &pool = store.pool[kind];
@@ -7791,7 +7800,7 @@ static bool forward(engine_model &m, const page_store &store, const slice *slice
     }
     if (n_out == n_rows)
         std::swap(wa.x, wa.tail);
-    return true;
+    return !is_cancelled(m);
 }
 
 // Logits of rows first to first + n - 1 of work.tail (n <= OUT_ROWS), into out [n, n_vocab].
@@ -8432,11 +8441,11 @@ static int deliver_logits(engine_session &lead, const vector<pass_item> &items, 
         for (int i = fn ? 0 : it.last ? it.n - 1 : it.n; i < it.n; i++, row++) {
             engine_session &s = *it.session;
             if (row % OUT_ROWS == 0) {
-                if (s.cancel.load())
-                    return ENGINE_ECANCELLED;
                 read_logits(m, row, std::min(n - row, int(OUT_ROWS)), one ? s.logits.data() : m.rows.data());
                 if (const int code = finish(lead))
                     return code;
+                if (is_cancelled(m))
+                    return ENGINE_ECANCELLED;
             }
             const float *logits = one ? s.logits.data() : &m.rows[size_t(row % OUT_ROWS) * width];
             if (!all_finite(logits, width)) {
