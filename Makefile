@@ -9,7 +9,7 @@
 #
 #   config=release|debug|sanitize|tsan and CXX=clang++ choose what is built and run; each pair has its own folder in
 #   build/. Without CXX it is g++, or clang++ where that is all there is; ./engine is that compiler's release build.
-#   Further targets: deps test-long fuzz bench-models size format format-check clean
+#   Further targets: shaders shaders-check deps test-long fuzz bench-models size format format-check clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := all
 config ?= release
@@ -63,7 +63,7 @@ has = $(shell command -v $(1) 2>/dev/null)
 # A release binary carries the C++ library and libedit in itself where their static versions are installed.
 STATIC := -static-libstdc++ -static-libgcc
 EDIT_STATIC := -Wl,-Bstatic -ledit -ltinfo -lbsd -lmd -Wl,-Bdynamic
-NEEDS_FEATURES := $(if $(MAKECMDGOALS),$(filter-out run help clean deps uninstall format format-check,$(MAKECMDGOALS)),all)
+NEEDS_FEATURES := $(if $(MAKECMDGOALS),$(filter-out run help clean deps uninstall format format-check shaders shaders-check,$(MAKECMDGOALS)),all)
 ifneq ($(NEEDS_FEATURES),)
 ifeq ($(config),release)
 LINK_STATIC := $(if $(call try,$(STATIC)),$(STATIC))
@@ -156,6 +156,20 @@ size: $(B)/engine
 
 clean:
 	rm -rf build engine
+
+# ---- shaders ---------------------------------------------------------------------------------------------------------
+# Compiled shaders are part of the source, so that a build needs no glslc: after a change to shaders/ run `make shaders`.
+# `make shaders-check` says whether they are those of the sources; glslc 2023.2 (Debian 12) is the one that made them.
+
+SHADERS := $(sort $(wildcard shaders/*.comp))
+SPV = { for f in $(SHADERS); do echo "static const uint32_t vk_spv_$$(basename $$f .comp)[] = {"; \
+    glslc -O -Werror --target-env=vulkan1.1 -mfmt=num -o - $$f || exit 1; echo "};"; done; }
+.PHONY: shaders shaders-check
+shaders:
+	@mkdir -p shaders/spv
+	@$(SPV) > shaders/spv/all.tmp && mv shaders/spv/all.tmp shaders/spv/all.h
+shaders-check:
+	@$(SPV) | cmp - shaders/spv/all.h
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 # All unit tests and the engine are one translation unit, so that they see its static functions and the engine is

@@ -12,6 +12,7 @@
 //   5. TEMPLATE   the Jinja subset of chat templates
 //   6. MODEL      architectures, hyper-parameters, weight binding
 //   7. CPU        the operations on the CPU
+//   8. VULKAN     the same on a GPU
 //   9. CACHE      pages of keys and values
 //   10. FORWARD   tokens to logits, once for all backends
 //   11. SAMPLER   logits to a token
@@ -78,6 +79,16 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#endif
+
+// Vulkan is built in where its headers are; its library is looked for at run time.
+#if defined(__has_include) && !defined(ENGINE_NO_VULKAN)
+#if __has_include(<vulkan/vulkan_core.h>)
+#define ENGINE_VULKAN 1
+#define VK_NO_PROTOTYPES
+#include <dlfcn.h>
+#include <vulkan/vulkan_core.h>
+#endif
 #endif
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -6882,6 +6893,1119 @@ static const backend_ops cpu_ops = {
     nullptr, // hc_pre
     nullptr, // hc_post
 };
+
+// ---------------------------------------------------------------------------------------------------
+// 8. VULKAN
+//
+// The same operations on a GPU, through libvulkan.so.1, which is loaded when it is asked for and need not be there.
+// The shaders stand in shaders/*.comp, compiled in shaders/spv. Operations are collected as data; sync, get or enough
+// work sends them, and the command buffer of a sequence that was sent before is sent again. Knows nothing of models.
+// Invariant: the arguments of an operation, not what came before, decide its result; and barriers stand exactly where
+// an operation touches what one before it wrote or reads.
+// ---------------------------------------------------------------------------------------------------
+
+#if defined(ENGINE_VULKAN)
+
+#include "shaders/spv/all.h"
+
+#define VK_INSTANCE_FUNCTIONS(X)                                                                                       \
+    X(DestroyInstance)                                                                                                 \
+    X(EnumeratePhysicalDevices)                                                                                        \
+    X(GetPhysicalDeviceProperties)                                                                                     \
+    X(GetPhysicalDeviceMemoryProperties)                                                                               \
+    X(GetPhysicalDeviceQueueFamilyProperties)                                                                          \
+    X(CreateDevice)                                                                                                    \
+    X(GetDeviceProcAddr)
+#define VK_DEVICE_FUNCTIONS(X)                                                                                         \
+    X(DestroyDevice)                                                                                                   \
+    X(GetDeviceQueue)                                                                                                  \
+    X(CreateBuffer)                                                                                                    \
+    X(DestroyBuffer)                                                                                                   \
+    X(GetBufferMemoryRequirements)                                                                                     \
+    X(AllocateMemory)                                                                                                  \
+    X(FreeMemory)                                                                                                      \
+    X(BindBufferMemory)                                                                                                \
+    X(MapMemory)                                                                                                       \
+    X(CreateShaderModule)                                                                                              \
+    X(DestroyShaderModule)                                                                                             \
+    X(CreateDescriptorSetLayout)                                                                                       \
+    X(DestroyDescriptorSetLayout)                                                                                      \
+    X(CreatePipelineLayout)                                                                                            \
+    X(DestroyPipelineLayout)                                                                                           \
+    X(CreateComputePipelines)                                                                                          \
+    X(DestroyPipeline)                                                                                                 \
+    X(CreateDescriptorPool)                                                                                            \
+    X(ResetDescriptorPool)                                                                                             \
+    X(DestroyDescriptorPool)                                                                                           \
+    X(AllocateDescriptorSets)                                                                                          \
+    X(UpdateDescriptorSets)                                                                                            \
+    X(CreateCommandPool)                                                                                               \
+    X(DestroyCommandPool)                                                                                              \
+    X(AllocateCommandBuffers)                                                                                          \
+    X(BeginCommandBuffer)                                                                                              \
+    X(EndCommandBuffer)                                                                                                \
+    X(CmdBindPipeline)                                                                                                 \
+    X(CmdBindDescriptorSets)                                                                                           \
+    X(CmdPushConstants)                                                                                                \
+    X(CmdDispatch)                                                                                                     \
+    X(CmdPipelineBarrier)                                                                                              \
+    X(CmdCopyBuffer)                                                                                                   \
+    X(CmdFillBuffer)                                                                                                   \
+    X(QueueSubmit)                                                                                                     \
+    X(DeviceWaitIdle)                                                                                                  \
+    X(CreateFence)                                                                                                     \
+    X(DestroyFence)                                                                                                    \
+    X(WaitForFences)                                                                                                   \
+    X(ResetFences)
+
+// An instance with the driver's functions. One per backend: nothing is shared, so nothing outlives its use.
+struct vk_instance {
+    void *library = nullptr;
+    VkInstance handle = VK_NULL_HANDLE;
+    PFN_vkGetInstanceProcAddr get = nullptr;
+#define VK_MEMBER(name) PFN_vk##name name = nullptr;
+    VK_INSTANCE_FUNCTIONS(VK_MEMBER)
+
+    // False where there is no library or no driver, which is no error.
+    bool open() {
+        library = dlopen("libvulkan.so.1", RTLD_NOW | RTLD_LOCAL);
+        if (!library)
+            return false;
+        get = reinterpret_cast<PFN_vkGetInstanceProcAddr>(dlsym(library, "vkGetInstanceProcAddr"));
+        const auto create = get ? reinterpret_cast<PFN_vkCreateInstance>(get(nullptr, "vkCreateInstance")) : nullptr;
+        VkApplicationInfo app = {};
+        app.sType = VK_STRUCTURE_TYPE_APPLICATION_INFO;
+        app.pApplicationName = "engine";
+        app.apiVersion = VK_API_VERSION_1_1;
+        VkInstanceCreateInfo info = {};
+        info.sType = VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO;
+        info.pApplicationInfo = &app;
+        if (!create || create(&info, nullptr, &handle) != VK_SUCCESS) {
+            handle = VK_NULL_HANDLE;
+            return false;
+        }
+        bool all = true;
+#define VK_LOAD(name)                                                                                                  \
+    name = reinterpret_cast<PFN_vk##name>(get(handle, "vk" #name));                                                    \
+    all = all && name;
+        VK_INSTANCE_FUNCTIONS(VK_LOAD)
+#undef VK_LOAD
+        return all;
+    }
+    vk_instance() = default;
+    vk_instance(const vk_instance &) = delete;
+    ~vk_instance() {
+        if (handle && DestroyInstance)
+            DestroyInstance(handle, nullptr);
+        if (library)
+            dlclose(library);
+    }
+};
+
+struct vk_device {
+    VkPhysicalDevice handle;
+    VkPhysicalDeviceProperties props;
+};
+
+// The devices that can be used, best first: discrete, integrated, virtual, other, and drivers that compute on the CPU last.
+static vector<vk_device> vk_devices(const vk_instance &vk) {
+    static const int rank[] = {3, 1, 0, 2, 4}; // by VkPhysicalDeviceType
+    uint32_t n = 0;
+    vector<vk_device> found;
+    vk.EnumeratePhysicalDevices(vk.handle, &n, nullptr);
+    vector<VkPhysicalDevice> all(n);
+    if (n && vk.EnumeratePhysicalDevices(vk.handle, &n, all.data()) < 0)
+        n = 0;
+    all.resize(n);
+    for (const VkPhysicalDevice d : all) {
+        vk_device v = {d, {}};
+        vk.GetPhysicalDeviceProperties(d, &v.props);
+        if (v.props.apiVersion >= VK_API_VERSION_1_1 && uint32_t(v.props.deviceType) < 5)
+            found.push_back(v);
+    }
+    std::stable_sort(found.begin(), found.end(), [](const vk_device &a, const vk_device &b) {
+        return rank[a.props.deviceType] < rank[b.props.deviceType];
+    });
+    return found;
+}
+
+// A buffer with memory of its own. What mem.handle of this backend points to.
+struct vk_buffer {
+    VkBuffer handle = VK_NULL_HANDLE;
+    VkDeviceMemory memory = VK_NULL_HANDLE;
+    uint64_t bytes = 0;
+    uint8_t *map = nullptr; // where the host can write it directly
+};
+
+// The shaders, and what each is specialised by.
+#define VK_SHADERS(X)                                                                                                  \
+    X(embed) X(rows) X(norm) X(quantize) X(matmul) X(rope) X(kv_put) X(attend) X(attend_merge) X(glu) X(add)
+#define VK_ENUM(name) VK_SHADER_##name,
+enum vk_shader { VK_SHADERS(VK_ENUM) VK_N_SHADERS };
+#undef VK_ENUM
+
+struct vk_pipeline {
+    int32_t shader, spec[3];
+    VkPipeline handle;
+};
+
+enum { VK_ARGS = 7, VK_PUSH = 32, VK_CALLS = 1024, VK_RECORDINGS = 6, VK_GROUPS = 65535 };
+enum { VK_STAGING = 8 << 20, VK_ARENA = 128 << 20 };
+static const uint64_t VK_WORK = uint64_t(2) << 34;     // products per submission: well under a second on a small GPU
+static const uint64_t VK_PATIENCE = 120000000000ull;    // nanoseconds
+static const uint64_t VK_LARGEST = uint64_t(1) << 30;  // bytes of a binding: shaders count bytes in 32 bits
+
+// Bytes of a buffer that a call touches.
+struct vk_range {
+    vk_buffer *buffer;
+    uint64_t begin, bytes;
+    uint64_t write;
+
+    bool overlaps(const vk_range &o) const {
+        return buffer == o.buffer && begin < o.begin + o.bytes && o.begin < begin + bytes;
+    }
+};
+
+// One command, comparable byte by byte: all of it is zero where unused.
+struct vk_call {
+    enum { DISPATCH, COPY, FILL }; // COPY: arg 1 to arg 0; FILL: arg 0 with zeros
+    int32_t kind, pipeline, n_arg, n_push;
+    uint32_t grid[4];
+    uint32_t push[VK_PUSH];
+    vk_range arg[VK_ARGS];
+};
+static_assert(std::is_trivially_copyable<vk_call>::value && sizeof(vk_call) == 32 + 4 * VK_PUSH + 32 * VK_ARGS,
+              "no padding");
+
+// A command buffer and the calls that are in it.
+struct vk_recording {
+    vector<vk_call> calls;
+    VkCommandBuffer commands = VK_NULL_HANDLE;
+    VkDescriptorPool sets = VK_NULL_HANDLE;
+    VkFence fence = VK_NULL_HANDLE;
+    bool pending = false; // sent and not waited for
+    uint64_t used = 0;    // when, for choosing the one that is replaced
+};
+
+// What a device may be asked to do without, for tests.
+struct vk_options {
+    uint64_t max_range = 0; // bytes of a binding, when less than the device's
+    bool staged = false;    // never write device memory directly
+};
+
+struct vk_backend {
+    vk_instance vk;
+    string name;
+    VkPhysicalDeviceMemoryProperties memory = {};
+    VkDevice device = VK_NULL_HANDLE;
+    VkQueue queue = VK_NULL_HANDLE;
+    uint64_t align = 16, max_range = 0; // of bindings
+    bool staged = false;
+    VK_DEVICE_FUNCTIONS(VK_MEMBER)
+#undef VK_MEMBER
+    VkDescriptorSetLayout set_layout = VK_NULL_HANDLE;
+    VkPipelineLayout layout = VK_NULL_HANDLE;
+    VkCommandPool commands = VK_NULL_HANDLE;
+    VkShaderModule module[VK_N_SHADERS] = {};
+    vector<vk_pipeline> pipelines;
+    vector<std::unique_ptr<vk_buffer>> buffers; // all there are
+    vk_buffer *upload = nullptr, *download = nullptr, *scratch = nullptr, *arena = nullptr;
+    uint64_t uploaded = 0, arena_used = 0;      // bytes in use of these
+    vector<vk_call> calls;                      // not yet sent
+    uint64_t work = 0;                          // of these
+    vk_recording recordings[VK_RECORDINGS];
+    uint64_t n_submit = 0, n_record = 0, n_barrier = 0; // for tests and reports
+    vk_call quantized = {};                     // the last quantize whose source and result are still as they were
+    std::atomic<uint64_t> allocated{0};
+    const char *error = nullptr; // the first since the last sync
+    bool no_memory = false, lost = false;
+
+    vk_backend() = default;
+    vk_backend(const vk_backend &) = delete;
+    ~vk_backend();
+};
+
+static vk_backend *vk_self(backend *be) { return reinterpret_cast<vk_backend *>(be); }
+static backend *vk_handle(vk_backend *v) { return reinterpret_cast<backend *>(v); }
+
+static const char *vk_error_text(VkResult r) {
+    switch (r) {
+    case VK_ERROR_OUT_OF_HOST_MEMORY:
+        return "Vulkan: out of memory";
+    case VK_ERROR_OUT_OF_DEVICE_MEMORY:
+        return "Vulkan: out of device memory";
+    case VK_ERROR_DEVICE_LOST:
+        return "Vulkan: the device was lost: the driver stopped it";
+    case VK_TIMEOUT:
+        return "Vulkan: the device does not answer";
+    default:
+        return "Vulkan: the driver failed";
+    }
+}
+
+static bool vk_fail(vk_backend *v, const char *what, bool no_memory = false) {
+    if (!v->error)
+        v->error = what, v->no_memory = no_memory;
+    return false;
+}
+
+// True when r is success; else the error is kept.
+static bool vk_check(vk_backend *v, VkResult r) {
+    if (r == VK_SUCCESS)
+        return true;
+    v->lost = v->lost || r == VK_ERROR_DEVICE_LOST || r == VK_TIMEOUT;
+    return vk_fail(v, vk_error_text(r), r == VK_ERROR_OUT_OF_HOST_MEMORY || r == VK_ERROR_OUT_OF_DEVICE_MEMORY);
+}
+
+// ---- buffers ----
+
+enum vk_place { VK_ON_DEVICE, VK_TO_DEVICE, VK_FROM_DEVICE };
+
+static void vk_destroy(vk_backend *v, vk_buffer *b) {
+    if (b->handle)
+        v->DestroyBuffer(v->device, b->handle, nullptr);
+    if (b->memory)
+        v->FreeMemory(v->device, b->memory, nullptr);
+}
+
+// The memory type for a buffer, or -1. Device memory is taken in a type that the host can write when that is the
+// device's largest heap, and not a window on it.
+static int vk_memory_type(const vk_backend *v, uint32_t allowed, vk_place place) {
+    const VkPhysicalDeviceMemoryProperties &m = v->memory;
+    const VkMemoryPropertyFlags host = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    uint64_t largest = 0;
+    for (uint32_t i = 0; i < m.memoryHeapCount; i++)
+        if (m.memoryHeaps[i].flags & VK_MEMORY_HEAP_DEVICE_LOCAL_BIT)
+            largest = std::max<uint64_t>(largest, m.memoryHeaps[i].size);
+    int best = -1, best_score = -1;
+    for (uint32_t i = 0; i < m.memoryTypeCount; i++) {
+        const VkMemoryPropertyFlags f = m.memoryTypes[i].propertyFlags;
+        const bool local = f & VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT, visible = (f & host) == host;
+        const bool whole = m.memoryHeaps[m.memoryTypes[i].heapIndex].size == largest;
+        if (!(allowed >> i & 1) || (place != VK_ON_DEVICE && !visible))
+            continue;
+        const int score = place == VK_ON_DEVICE     ? (local && whole) * 4 + local * 2 + (visible && whole)
+                          : place == VK_FROM_DEVICE ? (f & VK_MEMORY_PROPERTY_HOST_CACHED_BIT) != 0
+                                                    : !local;
+        if (score > best_score)
+            best = int(i), best_score = score;
+    }
+    return best;
+}
+
+// Null when there is no memory; the content is undefined.
+static vk_buffer *vk_new_buffer(vk_backend *v, uint64_t bytes, vk_place place) {
+    vk_buffer b;
+    b.bytes = (std::max<uint64_t>(bytes, 4) + 255) / 256 * 256;
+    VkBufferCreateInfo info = {};
+    info.sType = VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO;
+    info.size = b.bytes;
+    info.usage = VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT | VK_BUFFER_USAGE_TRANSFER_DST_BIT;
+    if (bytes > uint64_t(1) << 40 || v->CreateBuffer(v->device, &info, nullptr, &b.handle) != VK_SUCCESS)
+        return nullptr;
+    VkMemoryRequirements need;
+    v->GetBufferMemoryRequirements(v->device, b.handle, &need);
+    const int type = vk_memory_type(v, need.memoryTypeBits, place);
+    VkMemoryAllocateInfo alloc = {};
+    alloc.sType = VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO;
+    alloc.allocationSize = need.size;
+    alloc.memoryTypeIndex = uint32_t(type);
+    bool ok = type >= 0 && v->AllocateMemory(v->device, &alloc, nullptr, &b.memory) == VK_SUCCESS;
+    ok = ok && v->BindBufferMemory(v->device, b.handle, b.memory, 0) == VK_SUCCESS;
+    const bool visible =
+        type >= 0 && v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT &&
+        v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    void *map = nullptr;
+    if (ok && visible && (place != VK_ON_DEVICE || !v->staged))
+        ok = v->MapMemory(v->device, b.memory, 0, VK_WHOLE_SIZE, 0, &map) == VK_SUCCESS;
+    b.map = static_cast<uint8_t *>(map);
+    if (ok)
+        try {
+            v->buffers.emplace_back(new vk_buffer(b));
+            return v->buffers.back().get();
+        } catch (const std::bad_alloc &) {
+        }
+    vk_destroy(v, &b);
+    return nullptr;
+}
+
+// ---- sending ----
+
+static bool vk_wait(vk_backend *v, vk_recording &r) {
+    if (!r.pending)
+        return true;
+    r.pending = false;
+    return vk_check(v, v->WaitForFences(v->device, 1, &r.fence, VK_TRUE, VK_PATIENCE)) &&
+           vk_check(v, v->ResetFences(v->device, 1, &r.fence));
+}
+
+static void vk_barrier(vk_backend *v, VkCommandBuffer c, VkPipelineStageFlags to, VkAccessFlags access) {
+    VkMemoryBarrier b = {};
+    b.sType = VK_STRUCTURE_TYPE_MEMORY_BARRIER;
+    b.srcAccessMask = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
+    b.dstAccessMask = access;
+    v->CmdPipelineBarrier(c, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT, to, 0, 1, &b, 0,
+                          nullptr, 0, nullptr);
+    v->n_barrier++;
+}
+
+static bool vk_record_call(vk_backend *v, const vk_recording &r, const vk_call &call) {
+    const VkCommandBuffer c = r.commands;
+    const vk_range &to = call.arg[0], &from = call.arg[1];
+    if (call.kind == vk_call::FILL) {
+        v->CmdFillBuffer(c, to.buffer->handle, to.begin, to.bytes, 0);
+        return true;
+    }
+    if (call.kind == vk_call::COPY) {
+        const VkBufferCopy copy = {from.begin, to.begin, to.bytes};
+        v->CmdCopyBuffer(c, from.buffer->handle, to.buffer->handle, 1, &copy);
+        return true;
+    }
+    VkDescriptorSetAllocateInfo alloc = {};
+    alloc.sType = VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO;
+    alloc.descriptorPool = r.sets;
+    alloc.descriptorSetCount = 1;
+    alloc.pSetLayouts = &v->set_layout;
+    VkDescriptorSet set;
+    if (!vk_check(v, v->AllocateDescriptorSets(v->device, &alloc, &set)))
+        return false;
+    VkDescriptorBufferInfo buffer[VK_ARGS] = {};
+    VkWriteDescriptorSet write = {};
+    write.sType = VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET;
+    write.dstSet = set;
+    write.descriptorCount = VK_ARGS;
+    write.descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
+    write.pBufferInfo = buffer;
+    for (int i = 0; i < VK_ARGS; i++) { // a shader may have bindings that it does not use: they must be something
+        const vk_range &a = call.arg[i < call.n_arg && call.arg[i].buffer ? i : 0];
+        buffer[i] = {a.buffer->handle, a.begin, a.bytes};
+    }
+    v->UpdateDescriptorSets(v->device, 1, &write, 0, nullptr);
+    v->CmdBindPipeline(c, VK_PIPELINE_BIND_POINT_COMPUTE, v->pipelines[size_t(call.pipeline)].handle);
+    v->CmdBindDescriptorSets(c, VK_PIPELINE_BIND_POINT_COMPUTE, v->layout, 0, 1, &set, 0, nullptr);
+    v->CmdPushConstants(c, v->layout, VK_SHADER_STAGE_COMPUTE_BIT, 0, uint32_t(call.n_push) * 4, call.push);
+    v->CmdDispatch(c, call.grid[0], call.grid[1], call.grid[2]);
+    return true;
+}
+
+// Records v->calls. A barrier comes first, for what was sent before, then one wherever data flows.
+static bool vk_record(vk_backend *v, vk_recording &r) {
+    const VkPipelineStageFlags work = VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT;
+    const VkAccessFlags access = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_READ_BIT |
+                                 VK_ACCESS_TRANSFER_WRITE_BIT;
+    r.calls.clear();
+    v->n_record++;
+    VkCommandBufferBeginInfo begin = {};
+    begin.sType = VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO;
+    if (!vk_check(v, v->ResetDescriptorPool(v->device, r.sets, 0)) ||
+        !vk_check(v, v->BeginCommandBuffer(r.commands, &begin)))
+        return false;
+    vk_barrier(v, r.commands, work, access);
+    size_t since = 0; // the first call after the last barrier
+    for (size_t i = 0; i < v->calls.size(); i++) {
+        const vk_call &call = v->calls[i];
+        bool hazard = false;
+        for (size_t j = since; j < i && !hazard; j++)
+            for (int a = 0; a < call.n_arg; a++)
+                for (int b = 0; b < v->calls[j].n_arg; b++)
+                    hazard = hazard || ((call.arg[a].write || v->calls[j].arg[b].write) &&
+                                        call.arg[a].overlaps(v->calls[j].arg[b]));
+        if (hazard) {
+            vk_barrier(v, r.commands, work, access);
+            since = i;
+        }
+        if (!vk_record_call(v, r, call))
+            return false;
+    }
+    vk_barrier(v, r.commands, VK_PIPELINE_STAGE_HOST_BIT, VK_ACCESS_HOST_READ_BIT);
+    return vk_check(v, v->EndCommandBuffer(r.commands));
+}
+
+// Sends what was collected.
+static void vk_send(vk_backend *v) {
+    const size_t n = v->calls.size();
+    v->work = 0;
+    if (n == 0)
+        return;
+    vk_recording *r = nullptr;
+    for (vk_recording &o : v->recordings)
+        if (o.calls.size() == n && memcmp(o.calls.data(), v->calls.data(), n * sizeof(vk_call)) == 0)
+            r = &o;
+    const bool known = r;
+    if (!known) {
+        r = v->recordings;
+        for (vk_recording &o : v->recordings)
+            r = o.used < r->used ? &o : r;
+    }
+    bool ok = !v->lost && vk_wait(v, *r) && (known || vk_record(v, *r));
+    if (ok) {
+        VkSubmitInfo submit = {};
+        submit.sType = VK_STRUCTURE_TYPE_SUBMIT_INFO;
+        submit.commandBufferCount = 1;
+        submit.pCommandBuffers = &r->commands;
+        ok = vk_check(v, v->QueueSubmit(v->queue, 1, &submit, r->fence));
+        r->pending = ok;
+    }
+    r->used = ++v->n_submit;
+    if (!known && ok)
+        r->calls.swap(v->calls); // both have room for VK_CALLS
+    v->calls.clear();
+}
+
+static bool vk_idle(vk_backend *v) {
+    bool idle = v->calls.empty();
+    for (const vk_recording &r : v->recordings)
+        idle = idle && !r.pending;
+    return idle;
+}
+
+// Sends and waits for everything. Then the whole staging buffer can be used again.
+static void vk_finish(vk_backend *v) {
+    vk_send(v);
+    for (vk_recording &r : v->recordings)
+        vk_wait(v, r);
+    v->uploaded = 0;
+}
+
+static void vk_push_call(vk_backend *v, const vk_call &call) {
+    if (v->error)
+        return;
+    const vk_range &was = v->quantized.arg[1], &now = v->quantized.arg[0];
+    for (int i = 0; i < call.n_arg; i++)
+        if (call.arg[i].write && (call.arg[i].overlaps(was) || call.arg[i].overlaps(now)))
+            v->quantized = {};
+    v->calls.push_back(call);
+    if (v->calls.size() == VK_CALLS)
+        vk_send(v);
+}
+
+// ---- memory ----
+
+static void vk_fill(vk_backend *v, vk_buffer *b, uint64_t begin) {
+    vk_call c = {};
+    c.kind = vk_call::FILL, c.n_arg = 1;
+    c.arg[0] = {b, begin, b->bytes - begin, 1};
+    vk_push_call(v, c);
+}
+
+static void vk_copy_range(vk_backend *v, vk_buffer *to, uint64_t to_at, vk_buffer *from, uint64_t from_at,
+                          uint64_t bytes) {
+    vk_call c = {};
+    c.kind = vk_call::COPY, c.n_arg = 2;
+    c.arg[0] = {to, to_at, bytes, 1};
+    c.arg[1] = {from, from_at, bytes, 0};
+    vk_push_call(v, c);
+}
+
+static mem vk_alloc(backend *be, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    vk_buffer *b = bytes <= v->max_range ? vk_new_buffer(v, bytes, VK_ON_DEVICE) : nullptr;
+    if (!b)
+        return {};
+    v->allocated += b->bytes;
+    vk_fill(v, b, 0);
+    return {b, 0};
+}
+
+// Recordings may name the buffer, and another one may come to lie at the same address.
+static void vk_release(vk_backend *v, vk_buffer *b) {
+    vk_finish(v);
+    for (vk_recording &r : v->recordings)
+        r.calls.clear();
+    v->quantized = {};
+    for (auto &o : v->buffers)
+        if (o.get() == b) {
+            v->allocated -= b->bytes;
+            vk_destroy(v, b);
+            std::swap(o, v->buffers.back());
+            v->buffers.pop_back();
+            return;
+        }
+}
+
+static void vk_free(backend *be, mem m) {
+    if (m.handle)
+        vk_release(vk_self(be), static_cast<vk_buffer *>(m.handle));
+}
+
+static mem vk_grow(backend *be, mem m, uint64_t, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    vk_buffer *old = static_cast<vk_buffer *>(m.handle);
+    if (!old || bytes <= old->bytes)
+        return old ? m : mem();
+    vk_buffer *b = bytes <= v->max_range ? vk_new_buffer(v, bytes, VK_ON_DEVICE) : nullptr;
+    if (!b)
+        return {};
+    v->allocated += b->bytes;
+    vk_copy_range(v, b, 0, old, 0, old->bytes);
+    vk_fill(v, b, old->bytes);
+    vk_release(v, old);
+    return {b, m.offset};
+}
+
+static uint64_t vk_allocated(backend *be) { return vk_self(be)->allocated.load(); }
+
+static void vk_put(backend *be, mem to, const void *from, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    vk_buffer *b = static_cast<vk_buffer *>(to.handle);
+    if (v->error)
+        return;
+    if (b->map && vk_idle(v)) {
+        memcpy(b->map + to.offset, from, bytes);
+        if (vk_range{b, to.offset, bytes, 1}.overlaps(v->quantized.arg[1]))
+            v->quantized = {};
+        return;
+    }
+    for (uint64_t done = 0, n; done < bytes; done += n) {
+        if (v->uploaded == VK_STAGING)
+            vk_finish(v);
+        n = std::min(bytes - done, VK_STAGING - v->uploaded);
+        memcpy(v->upload->map + v->uploaded, static_cast<const uint8_t *>(from) + done, n);
+        vk_copy_range(v, b, to.offset + done, v->upload, v->uploaded, n);
+        v->uploaded += (n + 15) / 16 * 16;
+    }
+}
+
+static void vk_get(backend *be, void *to, mem from, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    for (uint64_t done = 0, n; done < bytes; done += n) {
+        n = std::min<uint64_t>(bytes - done, VK_STAGING);
+        vk_copy_range(v, v->download, 0, static_cast<vk_buffer *>(from.handle), from.offset + done, n);
+        vk_finish(v);
+        uint8_t *out = static_cast<uint8_t *>(to) + done;
+        if (v->error)
+            memset(out, 0, n); // never what an earlier call left there
+        else
+            memcpy(out, v->download->map, n);
+    }
+}
+
+// The two may overlap, which a copy command does not allow: then by way of the host.
+static void vk_copy(backend *be, mem to, mem from, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    const vk_range a = {static_cast<vk_buffer *>(to.handle), to.offset, bytes, 1};
+    const vk_range b = {static_cast<vk_buffer *>(from.handle), from.offset, bytes, 0};
+    if (!a.overlaps(b))
+        return vk_copy_range(v, a.buffer, a.begin, b.buffer, b.begin, bytes);
+    try {
+        vector<uint8_t> all(size_t(bytes), uint8_t(0));
+        vk_get(be, all.data(), from, bytes);
+        vk_put(be, to, all.data(), bytes);
+    } catch (const std::bad_alloc &) {
+        vk_fail(v, "out of memory for a copy", true);
+    }
+}
+
+// Weights lie in large buffers, one after the other, and stay as long as the backend.
+static mem vk_weights(backend *be, const void *host, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    const uint64_t need = (bytes + 255) / 256 * 256 + 16; // shaders read whole words
+    if (!v->arena || v->arena_used + need > v->arena->bytes) {
+        vk_buffer *b = vk_new_buffer(v, std::max<uint64_t>(need, VK_ARENA), VK_ON_DEVICE);
+        if (!b)
+            return {};
+        v->arena = b, v->arena_used = 0;
+    }
+    const mem m = {v->arena, v->arena_used};
+    v->arena_used += (need + 255) / 256 * 256;
+    vk_put(be, m, host, bytes);
+    return v->error ? mem() : m;
+}
+
+static int32_t vk_reserve(backend *be, uint64_t bytes) {
+    vk_backend *v = vk_self(be);
+    if (v->scratch && bytes <= v->scratch->bytes)
+        return 0;
+    vk_buffer *b = vk_new_buffer(v, bytes, VK_ON_DEVICE);
+    if (!b)
+        return 1;
+    v->allocated += b->bytes;
+    if (v->scratch)
+        vk_release(v, v->scratch);
+    v->scratch = b;
+    return 0;
+}
+
+static bool vk_scratch(vk_backend *v, uint64_t bytes) {
+    return vk_reserve(vk_handle(v), bytes) == 0 ||
+           vk_fail(v, "out of device memory for the operations' scratch space", true);
+}
+
+static const char *vk_sync(backend *be, int32_t *no_memory) {
+    vk_backend *v = vk_self(be);
+    vk_finish(v);
+    const char *error = v->error;
+    *no_memory = v->no_memory;
+    v->error = v->lost ? error : nullptr; // a lost device stays lost
+    v->no_memory = false;
+    return error;
+}
+
+// ---- operations ----
+
+// The pipeline of a shader with these constants, made at its first use; -1, with the error kept, when that fails.
+static int vk_find_pipeline(vk_backend *v, vk_shader shader, int32_t s0, int32_t s1, int32_t s2) {
+    for (size_t i = 0; i < v->pipelines.size(); i++) {
+        const vk_pipeline &p = v->pipelines[i];
+        if (p.shader == shader && p.spec[0] == s0 && p.spec[1] == s1 && p.spec[2] == s2)
+            return int(i);
+    }
+    vk_pipeline p = {shader, {s0, s1, s2}, VK_NULL_HANDLE};
+    const VkSpecializationMapEntry entries[3] = {{0, 0, 4}, {1, 4, 4}, {2, 8, 4}};
+    const VkSpecializationInfo spec = {3, entries, sizeof p.spec, p.spec};
+    VkComputePipelineCreateInfo info = {};
+    info.sType = VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO;
+    info.stage.sType = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
+    info.stage.stage = VK_SHADER_STAGE_COMPUTE_BIT;
+    info.stage.module = v->module[shader];
+    info.stage.pName = "main";
+    info.stage.pSpecializationInfo = &spec;
+    info.layout = v->layout;
+    if (!vk_check(v, v->CreateComputePipelines(v->device, VK_NULL_HANDLE, 1, &info, nullptr, &p.handle)))
+        return -1;
+    v->pipelines.push_back(p);
+    return int(v->pipelines.size()) - 1;
+}
+
+struct vk_arg {
+    mem m;
+    int64_t bytes; // 0: up to the end of the buffer
+};
+
+// One dispatch. Operands in the order of the shader's bindings, the first n_write of them written; a null handle is one
+// that the shader does not touch.
+struct vk_launch {
+    vk_backend *v;
+    vk_call call = {};
+
+    vk_launch(vk_backend *be, vk_shader shader, int32_t s0 = 0, int32_t s1 = 0, int32_t s2 = 0) : v(be) {
+        call.kind = vk_call::DISPATCH;
+        call.pipeline = v->error ? -1 : vk_find_pipeline(v, shader, s0, s1, s2);
+    }
+    // extra: what the shader has beyond the operation's own parameters and the operands' first bytes.
+    template <class OP>
+    void operands(const OP &op, std::initializer_list<vk_arg> args, std::initializer_list<uint64_t> extra = {}) {
+        memcpy(call.push, &op, sizeof op);
+        uint32_t *at = call.push + sizeof op / 4;
+        for (const vk_arg &a : args) {
+            vk_range &r = call.arg[call.n_arg++];
+            if (vk_buffer *b = static_cast<vk_buffer *>(a.m.handle)) {
+                const uint64_t begin = a.m.offset / v->align * v->align;
+                const uint64_t end = a.bytes ? (a.m.offset + uint64_t(a.bytes) + 3) / 4 * 4 : b->bytes;
+                r = {b, begin, end - begin, call.n_arg == 1};
+                if (end > b->bytes || end <= begin || r.bytes > v->max_range)
+                    vk_fail(v, "Vulkan: an operand is outside its buffer, or larger than the device can bind");
+                *at = uint32_t(a.m.offset - begin);
+            }
+            at++;
+        }
+        at = call.push + sizeof op / 4 + VK_ARGS;
+        for (const uint64_t e : extra)
+            *at++ = uint32_t(e);
+        call.n_push = int32_t(at - call.push);
+    }
+    // Workgroups. Shaders walk on where x is cut; y and z are not.
+    void go(int64_t x, int64_t y = 1, int64_t z = 1) {
+        if (v->error || call.pipeline < 0 || x <= 0 || y <= 0 || z <= 0)
+            return;
+        if (y > VK_GROUPS || z > VK_GROUPS) {
+            vk_fail(v, "Vulkan: too many rows in one operation");
+            return;
+        }
+        call.grid[0] = uint32_t(std::min<int64_t>(x, VK_GROUPS)), call.grid[1] = uint32_t(y), call.grid[2] = uint32_t(z);
+        vk_push_call(v, call);
+    }
+    void go_threads(int64_t n) { go((n + 127) / 128); }
+};
+
+// Bytes from the first row to the end of the last.
+static int64_t vk_span(int64_t n_rows, int64_t ld, int64_t n) { return ((n_rows - 1) * ld + n) * 4; }
+
+// How many rows of a weight fit into a binding.
+static int64_t vk_rows_bound(const vk_backend *v, const mat *w) {
+    return std::max<int64_t>(1, int64_t((v->max_range - v->align - 4) / std::max<uint64_t>(1, w->row_bytes)));
+}
+
+static mem vk_at(mem m, uint64_t bytes) { return {m.handle, m.offset + bytes}; }
+
+static void vk_embed(backend *be, const embed_op *op, mem y, const mat *w, const step *st) {
+    vk_backend *v = vk_self(be);
+    const int64_t most = vk_rows_bound(v, w);
+    for (int64_t first = 0; first < w->n_out && op->n_rows > 0; first += most) {
+        const int64_t n = std::min<int64_t>(most, w->n_out - first);
+        vk_launch l(v, VK_SHADER_embed, op->type);
+        l.operands(*op,
+                   {{y, int64_t(op->n_rows) * op->n * 4},
+                    {vk_at(w->data, uint64_t(first) * w->row_bytes), n * int64_t(w->row_bytes)},
+                    {st->token, op->n_rows * 4}},
+                   {uint64_t(first), uint64_t(n), w->row_bytes, uint64_t(w->n_out)});
+        l.go_threads(int64_t(op->n_rows) * op->n);
+    }
+}
+
+static void vk_rows(backend *be, const rows_op *op, mem y, mem x, const step *st) {
+    vk_launch l(vk_self(be), VK_SHADER_rows);
+    l.operands(*op, {{y, int64_t(op->n_rows) * op->n * 4}, {x, 0}, {st->out_row, op->n_rows * 4}});
+    l.go_threads(int64_t(op->n_rows) * op->n);
+}
+
+static void vk_norm(backend *be, const norm_op *op, mem y, mem x, mem w) {
+    vk_launch l(vk_self(be), VK_SHADER_norm);
+    const int64_t n = int64_t(op->n_part) * op->n;
+    l.operands(*op, {{y, vk_span(op->n_rows, op->ld_y, n)},
+                     {x, vk_span(op->n_rows, op->ld_x, n)},
+                     {op->weight_kind ? w : mem(), op->n * 4}});
+    l.go(int64_t(op->n_rows) * op->n_part);
+}
+
+// Bytes of the quantized activations.
+static int64_t vk_quantized_bytes(const matmul_op *op) {
+    return int64_t(op->n_rows) * op->n_group * (op->n_in / 4 + op->n_in / 32) * 4;
+}
+
+static uint64_t vk_matmul_scratch(backend *, const matmul_op *op, const mat *w) {
+    const format *f = find_format(w->type);
+    return f && f->act != ACT_F32 ? uint64_t(vk_quantized_bytes(op)) : 0;
+}
+
+// Quantizes x into the scratch space, unless that is what lies there already: queries, keys and values of a layer have
+// the same x.
+static void vk_quantize(vk_backend *v, const matmul_op *op, const format &f, mem x, int64_t x_bytes) {
+    matmul_op shape = {};
+    shape.n_rows = op->n_rows, shape.n_in = op->n_in, shape.n_group = op->n_group, shape.ld_x = op->ld_x;
+    vk_launch q(v, VK_SHADER_quantize, f.block);
+    q.operands(shape, {{{v->scratch, 0}, vk_quantized_bytes(op)}, {x, x_bytes}});
+    q.call.grid[3] = 1; // so that no empty call equals it
+    const vk_call key = q.call;
+    if (memcmp(&v->quantized, &key, sizeof key) == 0)
+        return;
+    q.call.grid[3] = 0;
+    q.go(int64_t(op->n_rows) * op->n_group * ((op->n_in / 4 + 127) / 128));
+    v->quantized = v->error ? vk_call() : key;
+}
+
+static void vk_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem x, mem bias) {
+    vk_backend *v = vk_self(be);
+    const format *f = find_format(w->type);
+    if (!f || op->n_in % f->block != 0) {
+        vk_fail(v, "matmul: the weight's format does not fit");
+        return;
+    }
+    if (op->n_rows <= 0 || op->n_out <= 0 || op->n_group <= 0)
+        return;
+    const int64_t n_out = int64_t(op->n_out) * op->n_group;
+    const int64_t x_bytes = vk_span(op->n_rows, op->ld_x, int64_t(op->n_in) * op->n_group);
+    vk_arg from = {x, x_bytes};
+    if (f->act != ACT_F32) {
+        if (!vk_scratch(v, uint64_t(vk_quantized_bytes(op))))
+            return;
+        vk_quantize(v, op, *f, x, x_bytes);
+        from = {{v->scratch, 0}, vk_quantized_bytes(op)};
+    }
+    const int64_t count = op->n_rows >= 8 ? 8 : op->n_rows >= 3 ? 4 : op->n_rows; // rows of x at a time
+    const int64_t most = vk_rows_bound(v, w);
+    for (int64_t first = 0; first < n_out; first += most) {
+        const int64_t n = std::min(most, n_out - first);
+        vk_launch l(v, VK_SHADER_matmul, w->type, int32_t(count));
+        l.operands(*op,
+                   {{y, vk_span(op->n_rows, op->ld_y, n_out)},
+                    {vk_at(w->data, uint64_t(first) * w->row_bytes), n * int64_t(w->row_bytes)},
+                    from,
+                    {op->has_bias ? bias : mem(), n_out * 4}},
+                   {uint64_t(first), uint64_t(first + n), w->row_bytes});
+        l.go((n + 7) / 8, (op->n_rows + count - 1) / count);
+        v->work += uint64_t(op->n_rows) * uint64_t(op->n_in) * uint64_t(n);
+        if (v->work > VK_WORK)
+            vk_send(v);
+    }
+}
+
+static void vk_rope(backend *be, const rope_op *op, mem x, const step *st) {
+    vk_launch l(vk_self(be), VK_SHADER_rope);
+    l.operands(*op, {{x, vk_span(op->n_rows, op->ld_x, int64_t(op->n_head) * op->head_dim)},
+                     {st->rotary[op->table], int64_t(op->n_rows) * (op->n_rot / 2) * 8}});
+    l.go_threads(int64_t(op->n_rows) * op->n_head * (op->n_rot / 2));
+}
+
+static bool vk_cache_type(int type) { return type == TYPE_F16 || type == TYPE_Q8_0; }
+
+static void vk_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, mem v, const step *st) {
+    vk_backend *self = vk_self(be);
+    if (!vk_cache_type(sg->type) || op->type != sg->type || sg->ratio > 1) {
+        vk_fail(self, "kv_put: one f16 or q8_0 row per token only");
+        return;
+    }
+    vk_launch l(self, VK_SHADER_kv_put, sg->type);
+    l.operands(*op,
+               {{sg->pool, 0},
+                {k, vk_span(op->n_rows, op->ld_k, int64_t(op->n_head_kv) * op->dim_k)},
+                {op->shared ? mem() : v, vk_span(op->n_rows, op->ld_v, int64_t(op->n_head_kv) * op->dim_v)},
+                {st->pos, op->n_rows * 4},
+                {st->seq, op->n_rows * 4},
+                {st->table[sg->table], 0}},
+               {sg->page_bytes, sg->k_offset, sg->v_offset, sg->k_row_bytes, sg->v_row_bytes, uint64_t(st->table_len)});
+    const int64_t parts = (op->dim_k + 31) / 32 + (op->shared ? 0 : (op->dim_v + 31) / 32);
+    l.go_threads(int64_t(op->n_rows) * op->n_head_kv * parts);
+}
+
+enum { VK_SPLIT_TOKENS = 2048, VK_SPLIT_GROUPS = 512 }; // of attend.comp; query rows from which there is no splitting
+
+// How many states a query row leaves: 1 where a workgroup does it all.
+static int64_t vk_attend_states(const attend_op *op, int64_t n_tokens) {
+    const bool few = int64_t(op->n_rows) * op->n_head < VK_SPLIT_GROUPS;
+    return few ? (n_tokens + VK_SPLIT_TOKENS - 1) / VK_SPLIT_TOKENS : 1;
+}
+
+static int64_t vk_states_bytes(const attend_op *op, int64_t n_state) {
+    return n_state > 1 ? int64_t(op->n_rows) * op->n_head * n_state * (op->dim_v + 2) * 4 : 0;
+}
+
+// Fewer rows may be split where more are not.
+static uint64_t vk_attend_scratch(backend *, const attend_op *op, const seg *, int64_t n_tokens) {
+    attend_op few = *op;
+    few.n_rows = std::min(op->n_rows, (VK_SPLIT_GROUPS - 1) / op->n_head);
+    int64_t bucket = PAGE_TOKENS;
+    while (bucket < n_tokens)
+        bucket *= 2;
+    return few.n_rows > 0 ? uint64_t(vk_states_bytes(&few, vk_attend_states(&few, bucket))) : 0;
+}
+
+static void vk_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
+    vk_backend *v = vk_self(be);
+    if (op->n_seg != 1 || !vk_cache_type(sg[0].type) || sg[0].ratio > 1 || sg[0].row_ids.handle || op->dim_k > 1024 ||
+        op->dim_v > 1024) {
+        vk_fail(v, "attend: one segment of f16 or q8_0 rows of up to 1024 values, one per token, only");
+        return;
+    }
+    const int64_t n_state = vk_attend_states(op, op->bucket), bytes = vk_states_bytes(op, n_state);
+    if (n_state > 1 && !vk_scratch(v, uint64_t(bytes)))
+        return;
+    const vk_arg to = {y, vk_span(op->n_rows, op->ld_y, int64_t(op->n_head) * op->dim_v)};
+    const vk_arg sink = {op->has_sinks ? sinks : mem(), op->n_head * 4}, states = {{v->scratch, 0}, bytes};
+    const int32_t chunks = (op->dim_v + 127) / 128;
+    vk_launch l(v, VK_SHADER_attend, sg[0].type, chunks, n_state > 1);
+    l.operands(*op,
+               {n_state > 1 ? states : to,
+                {q, vk_span(op->n_rows, op->ld_q, int64_t(op->n_head) * op->dim_k)},
+                {sg[0].pool, 0},
+                sink,
+                {st->pos, op->n_rows * 4},
+                {st->seq, op->n_rows * 4},
+                {st->table[sg[0].table], 0}},
+               {sg[0].page_bytes, sg[0].k_offset, sg[0].v_offset, sg[0].k_row_bytes, sg[0].v_row_bytes,
+                uint64_t(st->table_len)});
+    l.go(op->n_head, op->n_rows, n_state);
+    if (n_state > 1) {
+        vk_launch m(v, VK_SHADER_attend_merge, 0, chunks);
+        m.operands(*op, {to, states, {}, sink}, {uint64_t(n_state)});
+        m.go(op->n_head, op->n_rows);
+    }
+    v->work += uint64_t(op->n_rows) * uint64_t(op->n_head) * uint64_t(op->bucket) * uint64_t(op->dim_k + op->dim_v);
+    if (v->work > VK_WORK)
+        vk_send(v);
+}
+
+static void vk_glu(backend *be, const glu_op *op, mem y, mem gate, mem up) {
+    vk_launch l(vk_self(be), VK_SHADER_glu);
+    l.operands(*op, {{y, vk_span(op->n_rows, op->ld_y, op->n)},
+                     {gate, vk_span(op->n_rows, op->ld_gate, op->n)},
+                     {up, vk_span(op->n_rows, op->ld_up, op->n)}});
+    l.go_threads(int64_t(op->n_rows) * op->n);
+}
+
+static void vk_add(backend *be, const add_op *op, mem y, mem x) {
+    vk_launch l(vk_self(be), VK_SHADER_add);
+    const int64_t n = int64_t(op->n_rows) * op->n;
+    l.operands(*op, {{y, n * 4}, {x, n * 4}});
+    l.go_threads(n);
+}
+
+static const backend_ops vk_ops = {
+    vk_alloc, vk_grow,          vk_free,          vk_weights, vk_put,       vk_get,
+    vk_copy,  vk_matmul_scratch, vk_attend_scratch, vk_reserve, vk_allocated, vk_sync,
+    vk_embed, vk_rows,          vk_norm,          vk_matmul,
+    nullptr, // matmul_id
+    vk_rope,  vk_kv_put,        vk_attend,        vk_glu,     vk_add,
+    nullptr, // scale
+    nullptr, // route
+    nullptr, // mix
+    nullptr, // topk
+    nullptr, // pool
+    nullptr, // index
+    nullptr, // requant
+    nullptr, // hc_split
+    nullptr, // hc_pre
+    nullptr, // hc_post
+};
+
+// ---- opening and closing ----
+
+vk_backend::~vk_backend() {
+    if (!device)
+        return;
+    if (!lost && DeviceWaitIdle)
+        DeviceWaitIdle(device);
+    for (const vk_recording &r : recordings) {
+        if (r.sets)
+            DestroyDescriptorPool(device, r.sets, nullptr);
+        if (r.fence)
+            DestroyFence(device, r.fence, nullptr);
+    }
+    for (const vk_pipeline &p : pipelines)
+        DestroyPipeline(device, p.handle, nullptr);
+    for (const VkShaderModule m : module)
+        if (m)
+            DestroyShaderModule(device, m, nullptr);
+    if (layout)
+        DestroyPipelineLayout(device, layout, nullptr);
+    if (set_layout)
+        DestroyDescriptorSetLayout(device, set_layout, nullptr);
+    if (commands)
+        DestroyCommandPool(device, commands, nullptr);
+    for (const auto &b : buffers)
+        vk_destroy(this, b.get());
+    DestroyDevice(device, nullptr);
+}
+
+static void vk_need(const vk_backend &v, VkResult r) {
+    if (r != VK_SUCCESS)
+        fail(r == VK_ERROR_OUT_OF_HOST_MEMORY || r == VK_ERROR_OUT_OF_DEVICE_MEMORY ? ENGINE_ENOMEM : ENGINE_EINTERNAL,
+             "%s (%s)", vk_error_text(r), v.name.c_str());
+}
+
+static void vk_make_device(vk_backend &v, const vk_device &d) {
+    uint32_t n = 0, family = 0;
+    v.vk.GetPhysicalDeviceQueueFamilyProperties(d.handle, &n, nullptr);
+    vector<VkQueueFamilyProperties> families(n);
+    v.vk.GetPhysicalDeviceQueueFamilyProperties(d.handle, &n, families.data());
+    while (family < n && !(families[family].queueFlags & VK_QUEUE_COMPUTE_BIT))
+        family++;
+    if (family == n)
+        fail(ENGINE_EUNSUPPORTED, "the Vulkan device %s does not compute", v.name.c_str());
+    const float priority = 1.0f;
+    VkDeviceQueueCreateInfo queue = {};
+    queue.sType = VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO;
+    queue.queueFamilyIndex = family;
+    queue.queueCount = 1;
+    queue.pQueuePriorities = &priority;
+    VkDeviceCreateInfo info = {};
+    info.sType = VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO;
+    info.queueCreateInfoCount = 1;
+    info.pQueueCreateInfos = &queue;
+    vk_need(v, v.vk.CreateDevice(d.handle, &info, nullptr, &v.device));
+    bool all = true;
+#define VK_LOAD(name)                                                                                                  \
+    v.name = reinterpret_cast<PFN_vk##name>(v.vk.GetDeviceProcAddr(v.device, "vk" #name));                             \
+    all = all && v.name;
+    VK_DEVICE_FUNCTIONS(VK_LOAD)
+#undef VK_LOAD
+    if (!all)
+        fail(ENGINE_EUNSUPPORTED, "the Vulkan driver of %s lacks a function", v.name.c_str());
+    v.GetDeviceQueue(v.device, family, 0, &v.queue);
+    VkCommandPoolCreateInfo pool = {};
+    pool.sType = VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO;
+    pool.flags = VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT;
+    pool.queueFamilyIndex = family;
+    vk_need(v, v.CreateCommandPool(v.device, &pool, nullptr, &v.commands));
+}
+
+// One layout serves all shaders: storage buffers 0 to VK_ARGS - 1 and 128 bytes of push constants.
+static void vk_make_layouts(vk_backend &v) {
+    VkDescriptorSetLayoutBinding binding[VK_ARGS] = {};
+    for (uint32_t i = 0; i < VK_ARGS; i++) {
+        binding[i].binding = i;
+        binding[i].descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
+        binding[i].descriptorCount = 1;
+        binding[i].stageFlags = VK_SHADER_STAGE_COMPUTE_BIT;
+    }
+    VkDescriptorSetLayoutCreateInfo set = {};
+    set.sType = VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO;
+    set.bindingCount = VK_ARGS;
+    set.pBindings = binding;
+    vk_need(v, v.CreateDescriptorSetLayout(v.device, &set, nullptr, &v.set_layout));
+    const VkPushConstantRange push = {VK_SHADER_STAGE_COMPUTE_BIT, 0, VK_PUSH * 4};
+    VkPipelineLayoutCreateInfo layout = {};
+    layout.sType = VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO;
+    layout.setLayoutCount = 1;
+    layout.pSetLayouts = &v.set_layout;
+    layout.pushConstantRangeCount = 1;
+    layout.pPushConstantRanges = &push;
+    vk_need(v, v.CreatePipelineLayout(v.device, &layout, nullptr, &v.layout));
+#define VK_MODULE(name) {vk_spv_##name, sizeof vk_spv_##name},
+    static const std::pair<const uint32_t *, size_t> code[] = {VK_SHADERS(VK_MODULE)};
+#undef VK_MODULE
+    for (int i = 0; i < VK_N_SHADERS; i++) {
+        VkShaderModuleCreateInfo info = {};
+        info.sType = VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO;
+        info.codeSize = code[i].second;
+        info.pCode = code[i].first;
+        vk_need(v, v.CreateShaderModule(v.device, &info, nullptr, &v.module[i]));
+    }
+}
+
+static void vk_make_recordings(vk_backend &v) {
+    for (vk_recording &r : v.recordings) {
+        r.calls.reserve(VK_CALLS);
+        const VkDescriptorPoolSize size = {VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, VK_CALLS * VK_ARGS};
+        VkDescriptorPoolCreateInfo pool = {};
+        pool.sType = VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO;
+        pool.maxSets = VK_CALLS;
+        pool.poolSizeCount = 1;
+        pool.pPoolSizes = &size;
+        vk_need(v, v.CreateDescriptorPool(v.device, &pool, nullptr, &r.sets));
+        VkCommandBufferAllocateInfo commands = {};
+        commands.sType = VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO;
+        commands.commandPool = v.commands;
+        commands.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
+        commands.commandBufferCount = 1;
+        vk_need(v, v.AllocateCommandBuffers(v.device, &commands, &r.commands));
+        VkFenceCreateInfo fence = {};
+        fence.sType = VK_STRUCTURE_TYPE_FENCE_CREATE_INFO;
+        vk_need(v, v.CreateFence(v.device, &fence, nullptr, &r.fence));
+    }
+}
+
+// The device whose name contains `wanted`, whatever the case; "" is the best one that is not a CPU. Throws when there is
+// none, naming those that there are.
+static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_options &opt = vk_options()) {
+    std::unique_ptr<vk_backend> v(new vk_backend);
+    if (!v->vk.open())
+        fail(ENGINE_EUNSUPPORTED, "no Vulkan driver was found");
+    const auto lower = [](string s) {
+        std::transform(s.begin(), s.end(), s.begin(), [](char c) { return c >= 'A' && c <= 'Z' ? char(c + 32) : c; });
+        return s;
+    };
+    const vk_device *chosen = nullptr;
+    string known;
+    const vector<vk_device> devices = vk_devices(v->vk);
+    for (const vk_device &d : devices) {
+        const bool cpu = d.props.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU;
+        if (!chosen && (wanted.empty() ? !cpu : lower(d.props.deviceName).find(lower(wanted)) != string::npos))
+            chosen = &d;
+        known += string(known.empty() ? "" : ", ") + d.props.deviceName;
+    }
+    if (!chosen)
+        fail(ENGINE_EUNSUPPORTED, "no Vulkan device %s (%s)",
+             wanted.empty() ? "with a GPU" : ("is called \"" + show(wanted) + "\"").c_str(),
+             known.empty() ? "there are none" : ("there is " + known).c_str());
+    v->name = chosen->props.deviceName;
+    const VkPhysicalDeviceLimits &limits = chosen->props.limits;
+    v->align = std::max<uint64_t>(4, limits.minStorageBufferOffsetAlignment);
+    v->max_range = std::min<uint64_t>({limits.maxStorageBufferRange, VK_LARGEST, opt.max_range ? opt.max_range : VK_LARGEST});
+    v->staged = opt.staged;
+    v->vk.GetPhysicalDeviceMemoryProperties(chosen->handle, &v->memory);
+    vk_make_device(*v, *chosen);
+    vk_make_layouts(*v);
+    vk_make_recordings(*v);
+    v->calls.reserve(VK_CALLS);
+    v->upload = vk_new_buffer(v.get(), VK_STAGING, VK_TO_DEVICE);
+    v->download = vk_new_buffer(v.get(), VK_STAGING, VK_FROM_DEVICE);
+    if (!v->upload || !v->download)
+        fail(ENGINE_ENOMEM, "out of memory: staging buffers for %s", v->name.c_str());
+    return v;
+}
+
+#endif // ENGINE_VULKAN
 
 // ---------------------------------------------------------------------------------------------------
 // 9. CACHE
