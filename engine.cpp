@@ -8005,6 +8005,9 @@ static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_option
     return v;
 }
 
+static const char *vulkan_word() { return " and vulkan"; }
+#else
+static const char *vulkan_word() { return " only"; }
 #endif // ENGINE_VULKAN
 
 // ---------------------------------------------------------------------------------------------------
@@ -8557,7 +8560,14 @@ enum { OUT_ROWS = work_area::OUT_ROWS };
 struct engine_model {
     model_file file;
     vocab voc;
-    std::unique_ptr<backend> be;
+    std::unique_ptr<backend> cpu; // always there: its threads serve whatever is not on a device
+#if defined(ENGINE_VULKAN)
+    std::unique_ptr<vk_backend> vk; // when the operations run there
+#endif
+    struct {
+        backend *p;
+        backend *get() const { return p; }
+    } be; // what ops belongs to
     const backend_ops *ops = nullptr;
     weights w;
     digest fingerprint = {};         // when there are sessions
@@ -8568,8 +8578,20 @@ struct engine_model {
     vector<std::unique_ptr<page_store>> stores; // one for each type of cache rows in use
     std::atomic<int> n_session{0};
 
-    engine_model(model_file &&f, vocab &&v, int n_threads, const backend_ops *table)
-        : file(std::move(f)), voc(std::move(v)), be(new backend(n_threads)), ops(table) {}
+    // device: "" and "cpu" are the CPU; "vulkan" is the best GPU, "vulkan NAME" the device of that name.
+    engine_model(model_file &&f, vocab &&v, int n_threads, const string &device)
+        : file(std::move(f)), voc(std::move(v)), cpu(new backend(n_threads)), be{cpu.get()}, ops(&cpu_ops) {
+        if (device.empty() || device == "cpu")
+            return;
+#if defined(ENGINE_VULKAN)
+        if (device == "vulkan" || device.compare(0, 7, "vulkan ") == 0) {
+            vk = vk_open(device.size() > 7 ? device.substr(7) : "");
+            be.p = vk_handle(vk.get()), ops = &vk_ops;
+            return;
+        }
+#endif
+        fail(ENGINE_EINVAL, "device is \"%s\": this build knows cpu%s", show(device).c_str(), vulkan_word());
+    }
     ~engine_model() {
         release(work);
         for (const auto &s : stores)
@@ -10422,7 +10444,7 @@ static string describe_generic_ops(const engine_model &m) {
     for (const tensor_info &t : m.file.tensors)
         if (t.n_dims > 1 && find_format(t.type) && std::find(seen.begin(), seen.end(), t.type) == seen.end()) {
             seen.push_back(t.type);
-            if (!strcmp(cpu_matmul_path(t.type, m.be->level), "plain"))
+            if (m.ops == &cpu_ops && !strcmp(cpu_matmul_path(t.type, m.cpu->level), "plain"))
                 out += strf("%smatmul(%s)", out.empty() ? "" : " ", find_format(t.type)->name);
         }
     return out;
@@ -10430,6 +10452,14 @@ static string describe_generic_ops(const engine_model &m) {
 
 static string backend_name(cpu_level level) {
     return strf("cpu %s", level == CPU_AVX512 ? "avx512" : level == CPU_AVX2 ? "avx2" : "plain");
+}
+
+static string backend_name(const engine_model &m) {
+#if defined(ENGINE_VULKAN)
+    if (m.vk)
+        return "vulkan " + m.vk->name;
+#endif
+    return backend_name(m.cpu->level);
 }
 
 static string_view piece_text(const vocab &v, int32_t id) { return id < 0 ? string_view() : token_bytes(v, id, true); }
@@ -10544,7 +10574,8 @@ static std::unique_ptr<engine_model> make_model(const char *path, const engine_o
     find_arch(file); // before the tokenizer: its Error says more about a file for another kind of model
     vocab voc = load_vocab(file);
     std::unique_ptr<engine_model> m(
-        new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), &cpu_ops));
+        new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(),
+                         opt.device ? opt.device : ""));
     m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
     for (int kind = 0; kind < N_KINDS; kind++)
         m->f16_layout[kind] = make_page_layout(m->w, TYPE_F16, kind);
@@ -10577,7 +10608,7 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
         copy_name(r.arch, sizeof r.arch, m.file.get_string("general.architecture", ""));
         copy_name(r.tokenizer, sizeof r.tokenizer, m.voc.describe);
         copy_name(r.types, sizeof r.types, describe_types(m.file));
-        copy_name(r.backend, sizeof r.backend, backend_name(m.be->level));
+        copy_name(r.backend, sizeof r.backend, backend_name(m));
         copy_name(r.generic_ops, sizeof r.generic_ops, describe_generic_ops(m));
         for (const tensor_info &t : m.file.tensors) {
             r.n_params += int64_t(t.dims[0] * t.dims[1] * t.dims[2] * t.dims[3]);
@@ -10589,7 +10620,7 @@ int engine_info(const engine_model *model, engine_model_info *info, engine_error
         r.allocated_bytes = int64_t(m.ops->allocated(m.be.get()));
         r.n_vocab = hp.n_vocab, r.n_layer = hp.n_layer, r.n_embd = hp.n_embd, r.n_head = hp.n_head;
         r.n_head_kv = hp.n_head_kv, r.head_dim = hp.dim_k, r.n_ff = hp.n_ff, r.n_ctx_train = hp.n_ctx_train;
-        r.threads = m.be->pool.size;
+        r.threads = m.cpu->pool.size;
         r.has_template = m.file.meta("tokenizer.chat_template") != nullptr;
         r.bos = m.voc.bos, r.eos = m.voc.eos, r.add_bos = m.voc.add_bos;
         const size_t size = info->size ? info->size : sizeof r;
@@ -11070,9 +11101,9 @@ int engine_plan(const char *path, const engine_open_options *open, const engine_
         engine_model &m = *opened;
         const session_plan p = plan_session(m, session);
         engine_plan_info r = {};
-        r.n_ctx = int(p.n_ctx), r.chunk = p.chunk, r.threads = m.be->pool.size;
+        r.n_ctx = int(p.n_ctx), r.chunk = p.chunk, r.threads = m.cpu->pool.size;
         copy_name(r.kv, sizeof r.kv, find_cache_type(session ? options(session, "").kv : nullptr).name);
-        copy_name(r.backend, sizeof r.backend, backend_name(m.be->level));
+        copy_name(r.backend, sizeof r.backend, backend_name(m));
         for (const tensor_info &t : m.file.tensors)
             r.weight_bytes += int64_t(t.bytes);
         for (const buffer &b : m.w.owned)

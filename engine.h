@@ -88,6 +88,7 @@ typedef struct engine_open_options {
     size_t size;
     int threads; /* 1 to 512; 0: one per core that this process may use */
     int no_mmap; /* nonzero: read the file into memory instead of mapping it */
+    const char *device; /* NULL or "cpu"; "vulkan": the best GPU; "vulkan NAME": the device whose name contains NAME */
 } engine_open_options;
 
 /* Opens a GGUF file. For a split model name its first part; the others are found beside it. The file must stay
