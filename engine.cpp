@@ -7702,7 +7702,7 @@ static void vk_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem
         vk_quantize(v, op, *f, x, x_bytes);
         from = {{v->scratch, 0}, vk_quantized_bytes(op)};
     }
-    const int64_t count = op->n_rows >= 8 ? 8 : op->n_rows >= 3 ? 4 : op->n_rows; // rows of x at a time
+    const int64_t count = op->n_rows == 1 ? 1 : 8; // rows of x at a time
     const int64_t most = vk_rows_bound(v, w);
     for (int64_t first = 0; first < n_out; first += most) {
         const int64_t n = std::min(most, n_out - first);

@@ -5,6 +5,7 @@
 // a quantized format, single values of a float one) l, l + 16, ... in that order; the sixteen sums are added from 0 up. So
 // a result does not depend on COUNT or on the other rows. Inside a unit all is exact integer arithmetic.
 #version 450
+#extension GL_EXT_control_flow_attributes : require
 #include "common.glsl"
 layout(constant_id = 0) const int TYPE = 0;
 layout(constant_id = 1) const uint COUNT = 1;
@@ -49,9 +50,9 @@ void unit_quants(uint b, uint u, out uint q[8]) {
         for (uint i = 0; i < 8; i++)
             q[i] = (w[(b + 16 + u / 2 * 32) / 4 + i] >> ((u & 1u) * 4)) & 0x0f0f0f0fu;
     } else {
-        for (uint i = 0; i < 8; i++) {
+        [[dont_unroll]] for (uint i = 0; i < 8; i++) { // unrolled, drivers compile it for seconds
             q[i] = 0u;
-            for (uint j = 0; j < 4; j++)
+            [[dont_unroll]] for (uint j = 0; j < 4; j++)
                 q[i] |= uint(q_quant(TYPE, b, int(u * 32 + i * 4 + j)) & 255) << (j * 8);
         }
     }

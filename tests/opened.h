@@ -12,11 +12,13 @@ typedef std::vector<int32_t> model_ids;
 struct open_model {
     engine_model *m = nullptr;
     engine_error err = {};
-    explicit open_model(const std::string &path, int threads = 1, const char *cpu = "", bool no_mmap = false) {
+    explicit open_model(const std::string &path, int threads = 1, const char *cpu = "", bool no_mmap = false,
+                        const char *device = nullptr) {
         setenv("ENGINE_CPU", cpu, 1);
         engine_open_options o = {};
         o.threads = threads;
         o.no_mmap = no_mmap;
+        o.device = device;
         if (engine_open(&m, path.c_str(), &o, &err) < 0)
             ADD_FAILURE() << err.msg;
         unsetenv("ENGINE_CPU");

@@ -510,6 +510,105 @@ TEST(Vulkan, Attend) {
     }
 }
 
+// ---- whole models ----
+
+const char *const VULKAN_NAME = "vulkan llvmpipe";
+struct vulkan_model : open_model {
+    explicit vulkan_model(const std::string &path) : open_model(path, 2, "", false, VULKAN_NAME) {}
+};
+
+// The difference between the largest logit and the next.
+float vulkan_margin(vector<float> logits) {
+    std::partial_sort(logits.begin(), logits.begin() + 2, logits.end(), std::greater<float>());
+    return logits[0] - logits[1];
+}
+
+// 64 greedy tokens on both, up to a choice that is nearly a tie.
+void vulkan_compare(const std::string &path, const char *kv, double limit) {
+    SCOPED_TRACE(path + " " + kv);
+    vulkan_model gpu(path);
+    open_model cpu(path, 2);
+    if (!gpu.m || !cpu.m)
+        return;
+    engine_model_info info = {};
+    engine_info(gpu.m, &info, nullptr);
+    EXPECT_EQ(std::string(info.backend).substr(0, 15), VULKAN_NAME);
+    EXPECT_STREQ(info.generic_ops, "");
+    open_session a(gpu.m, 512, 0, kv), b(cpu.m, 512, 0, kv);
+    model_ids ids = cpu.encode("Once upon a time, there was a", ENGINE_ADD_BOS);
+    a.sync(ids), b.sync(ids);
+    double worst = 0;
+    int i = 0;
+    for (; i < 64; i++) {
+        const vector<float> got = a.logits(), want = b.logits();
+        worst = std::max(worst, vulkan_error(got, want));
+        if (vulkan_margin(want) < 0.02f)
+            break;
+        const auto best = [](const vector<float> &v) { return int(std::max_element(v.begin(), v.end()) - v.begin()); };
+        ASSERT_EQ(best(got), best(want)) << "token " << i;
+        a.eval({best(want)}), b.eval({best(want)});
+    }
+    EXPECT_GT(i, 0);
+    EXPECT_LE(worst, limit);
+    printf("%s %s: %d tokens, worst logits error %.1e\n", path.substr(path.rfind('/') + 1).c_str(), kv, i, worst);
+    // A decode step is recorded once for each of the two homes of the hidden state.
+    vk_backend &v = *gpu.m->vk;
+    if (i == 64) {
+        EXPECT_GE(v.n_submit, 64u);
+        EXPECT_LE(v.n_record, 8u);
+    }
+}
+
+TEST(Vulkan, ShippedModel) {
+    NEED_VULKAN();
+    for (const char *kv : {"f16", "q8_0"})
+        vulkan_compare(model_shipped, kv, 1e-4);
+}
+
+TEST(Vulkan, SharedModels) {
+    NEED_VULKAN();
+    NEED_SHARED(dir, "stories260K");
+    for (const char *file : {"stories260K/stories260K-f16.gguf", "stories260K/stories260K-q8_0.gguf",
+                             "stories260K/stories260K-q4_0.gguf", "tiny-chat/tiny-chat-f16.gguf",
+                             "tiny-chat/tiny-chat-q8_0.gguf", "tiny-chat/tiny-chat-q4_k_m.gguf"})
+        vulkan_compare(test::shared_path(file), "f16", 1e-4);
+}
+
+// Chunks, and what else is in the pass, do not change a bit.
+TEST(Vulkan, ChunksDoNotMatter) {
+    NEED_VULKAN();
+    vulkan_model m(model_shipped);
+    const model_ids ids = model_prompt(270, 2000);
+    vector<float> first;
+    for (int chunk : {512, 1, 3, 127, 128, 129}) {
+        open_session s(m.m, 512, chunk);
+        s.sync(ids);
+        s.eval({5});
+        if (first.empty())
+            first = s.logits();
+        EXPECT_EQ(s.logits(), first) << chunk;
+    }
+}
+
+TEST(Vulkan, SessionsMoveBetweenBackends) {
+    NEED_VULKAN();
+    test::temp_dir dir;
+    vulkan_model gpu(model_shipped);
+    open_model cpu(model_shipped, 2);
+    const model_ids ids = model_prompt(200, 2000);
+    open_session a(gpu.m, 512), b(cpu.m, 512), c(gpu.m, 512), d(cpu.m, 512);
+    a.sync(ids), b.sync(ids);
+    ASSERT_EQ(engine_save(a.s, (dir / "a").c_str(), &a.err), 0) << a.err.msg;
+    ASSERT_EQ(engine_save(b.s, (dir / "b").c_str(), &b.err), 0) << b.err.msg;
+    ASSERT_GE(engine_load(c.s, (dir / "b").c_str(), &c.err), 0) << c.err.msg;
+    ASSERT_GE(engine_load(d.s, (dir / "a").c_str(), &d.err), 0) << d.err.msg;
+    for (open_session *s : {&a, &b, &c, &d})
+        s->eval({7});
+    EXPECT_CLOSE(c.logits(), b.logits(), 1e-4);
+    EXPECT_CLOSE(d.logits(), a.logits(), 1e-4);
+    EXPECT_EQ(c.stats().prompt_tokens, 0); // nothing was computed again
+}
+
 } // namespace
 
 #endif
