@@ -7039,13 +7039,13 @@ struct vk_buffer {
 
 // The shaders, and what each is specialised by.
 #define VK_SHADERS(X)                                                                                                  \
-    X(embed) X(rows) X(norm) X(quantize) X(matmul) X(rope) X(kv_put) X(attend) X(attend_merge) X(glu) X(add)
+    X(embed) X(rows) X(norm) X(quantize) X(matmul) X(rope) X(kv_put) X(attend) X(attend_merge) X(glu) X(add) X(probe)
 #define VK_ENUM(name) VK_SHADER_##name,
 enum vk_shader { VK_SHADERS(VK_ENUM) VK_N_SHADERS };
 #undef VK_ENUM
 
 struct vk_pipeline {
-    int32_t shader, spec[3];
+    int32_t shader, spec[4];
     VkPipeline handle;
 };
 
@@ -7101,6 +7101,7 @@ struct vk_backend {
     VkQueue queue = VK_NULL_HANDLE;
     uint64_t align = 16, max_range = 0; // of bindings
     bool staged = false;
+    bool fused = true; // fma rounds once
     VK_DEVICE_FUNCTIONS(VK_MEMBER)
 #undef VK_MEMBER
     VkDescriptorSetLayout set_layout = VK_NULL_HANDLE;
@@ -7550,9 +7551,9 @@ static int vk_find_pipeline(vk_backend *v, vk_shader shader, int32_t s0, int32_t
         if (p.shader == shader && p.spec[0] == s0 && p.spec[1] == s1 && p.spec[2] == s2)
             return int(i);
     }
-    vk_pipeline p = {shader, {s0, s1, s2}, VK_NULL_HANDLE};
-    const VkSpecializationMapEntry entries[3] = {{0, 0, 4}, {1, 4, 4}, {2, 8, 4}};
-    const VkSpecializationInfo spec = {3, entries, sizeof p.spec, p.spec};
+    vk_pipeline p = {shader, {s0, s1, s2, v->fused}, VK_NULL_HANDLE};
+    const VkSpecializationMapEntry entries[4] = {{0, 0, 4}, {1, 4, 4}, {2, 8, 4}, {3, 12, 4}};
+    const VkSpecializationInfo spec = {4, entries, sizeof p.spec, p.spec};
     VkComputePipelineCreateInfo info = {};
     info.sType = VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO;
     info.stage.sType = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
@@ -7713,7 +7714,7 @@ static void vk_matmul(backend *be, const matmul_op *op, mem y, const mat *w, mem
                     from,
                     {op->has_bias ? bias : mem(), n_out * 4}},
                    {uint64_t(first), uint64_t(first + n), w->row_bytes});
-        l.go((n + 7) / 8, (op->n_rows + count - 1) / count);
+        l.go((n + 15) / 16, (op->n_rows + count - 1) / count);
         v->work += uint64_t(op->n_rows) * uint64_t(op->n_in) * uint64_t(n);
         if (v->work > VK_WORK)
             vk_send(v);
@@ -7965,6 +7966,23 @@ static void vk_make_recordings(vk_backend &v) {
     }
 }
 
+// Whether fma rounds once. (1 + 2^-12)^2 - 1 - 2^-11 is 2^-24 then, and 0 where it rounds twice.
+static bool vk_probe_fma(vk_backend *v) {
+    const float x[3] = {1 + 0x1p-12f, 1 + 0x1p-12f, -1 - 0x1p-11f};
+    float y = 0;
+    backend *be = vk_handle(v);
+    const mem m = vk_alloc(be, 16);
+    if (!m.handle)
+        return true;
+    vk_put(be, m, x, sizeof x);
+    vk_launch l(v, VK_SHADER_probe);
+    l.operands(add_op(), {{vk_at(m, 12), 4}, {m, 12}});
+    l.go(1);
+    vk_get(be, &y, vk_at(m, 12), 4);
+    vk_free(be, m);
+    return y == 0x1p-24f;
+}
+
 // The device whose name contains `wanted`, whatever the case; "" is the best one that is not a CPU. Throws when there is
 // none, naming those that there are.
 static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_options &opt = vk_options()) {
@@ -8002,6 +8020,9 @@ static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_option
     v->download = vk_new_buffer(v.get(), VK_STAGING, VK_FROM_DEVICE);
     if (!v->upload || !v->download)
         fail(ENGINE_ENOMEM, "out of memory: staging buffers for %s", v->name.c_str());
+    v->fused = vk_probe_fma(v.get());
+    if (v->error)
+        fail(v->no_memory ? ENGINE_ENOMEM : ENGINE_EINTERNAL, "%s (%s)", v->error, v->name.c_str());
     return v;
 }
 

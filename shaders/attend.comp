@@ -31,12 +31,19 @@ float row_value(uint row, uint d) {
     return unpackHalf2x16(pool[(row + d * 2) / 4] >> (((row + d * 2) & 2u) * 8u)).x;
 }
 
+// The sixteen-sum rule over dimensions.
 float score(uint row) {
-    float s = 0.0;
-    for (uint d = 0; d < dim_k; d++)
-        s = fma(query[d], row_value(row, d), s);
-    s *= scale;
-    return softcap > 0.0 ? softcap * exact_tanh(s / softcap) : s;
+    float p[16];
+    for (uint j = 0; j < 16; j++)
+        p[j] = 0.0;
+    for (uint d = 0; d < dim_k; d += 16)
+        for (uint j = 0; j < 16; j++)
+            if (d + j < dim_k)
+                p[j] = fused(query[d + j], row_value(row, d + j), p[j]);
+    for (uint j = 0; j < 8; j++)
+        p[j] += p[j + 8];
+    precise float s = (((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]))) * scale;
+    return softcap > 0.0 ? softcap * exact_tanh(divide(s, softcap)) : s;
 }
 
 void main() {
@@ -68,14 +75,18 @@ void main() {
             float top = max(s.m, max_of_threads(x)), a = exact_exp(s.m - top);
             float e = visible ? exact_exp(x - top) : 0.0;
             weight[thread] = e;
-            s.l = fma(s.l, a, sum_of_threads(e));
+            barrier();
+            float sum = 0.0;
+            for (uint i = thread; i < PAGE_TOKENS && thread < 16; i += 16)
+                sum += weight[i];
+            s.l = fused(s.l, a, tree16_of_threads(sum));
             s.m = top;
             for (uint c = 0; c < CHUNKS; c++) {
                 uint d = c * THREADS + thread;
                 s.acc[c] *= a;
                 if (d < dim_v)
                     for (int i = lo; i < hi; i++)
-                        s.acc[c] = fma(weight[i], row_value(v + i * ld_v, d), s.acc[c]);
+                        s.acc[c] = fused(weight[i], row_value(v + i * ld_v, d), s.acc[c]);
             }
         }
         merge(total, s);

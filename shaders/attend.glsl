@@ -15,11 +15,11 @@ void merge(inout state total, state part) {
     }
     precise float top = max(part.m, total.m), a = exact_exp(total.m - top), b = exact_exp(part.m - top);
     total.m = top;
-    precise float l = fma(total.l, a, part.l * b);
-    total.l = l;
+    precise float l = part.l * b;
+    total.l = fused(total.l, a, l);
     for (uint c = 0; c < CHUNKS; c++) {
-        precise float v = fma(total.acc[c], a, part.acc[c] * b);
-        total.acc[c] = v;
+        precise float v = part.acc[c] * b;
+        total.acc[c] = fused(total.acc[c], a, v);
     }
 }
 
@@ -29,8 +29,10 @@ void merge(inout state total, state part) {
     if (has_sinks != 0 && s.l != 0.0) {                                                                                \
         float sink = sinks[at[3] / 4 + head], top = max(sink, s.m);                                                    \
         a = exact_exp(s.m - top);                                                                                      \
-        s.l = fma(s.l, a, exact_exp(sink - top));                                                                      \
+        s.l = fused(s.l, a, exact_exp(sink - top));                                                                    \
     }                                                                                                                  \
     for (uint c = 0; c < CHUNKS; c++)                                                                                  \
-        if (c * THREADS + thread < dim_v)                                                                              \
-            y[to + c * THREADS + thread] = s.l == 0.0 ? 0.0 : s.acc[c] * a / s.l;
+        if (c * THREADS + thread < dim_v) {                                                                            \
+            precise float v = s.acc[c] * a;                                                                            \
+            y[to + c * THREADS + thread] = s.l == 0.0 ? 0.0 : divide(v, s.l);                                          \
+        }

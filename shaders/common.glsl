@@ -26,34 +26,69 @@ const uint THREADS = 128;
 
 #define NOT_A_NUMBER uintBitsToFloat(0x7fc00000u)
 
-// e^x, as the CPU backend does it: the built-in one may be off by several units of 2^-22.
+// Arithmetic with the CPU backend's bits. `precise` keeps a compiler from fusing what is not fused there.
+
+// Whether fma rounds once, which Vulkan does not promise. Where it rounds twice it is put together from rounding errors.
+layout(constant_id = 3) const bool FUSED = true;
+
+float fused(float a, float b, float c) {
+    if (FUSED)
+        return fma(a, b, c);
+    precise float p = a * b, s = p + c;
+    if (!(abs(s) < 1e30 && abs(p) < 1e30 && abs(a) < 1e30 && abs(b) < 1e30))
+        return s;
+    precise float ca = a * 4097.0, cb = b * 4097.0;
+    precise float ah = ca - (ca - a), bh = cb - (cb - b), al = a - ah, bl = b - bh;
+    precise float e = ((ah * bh - p) + ah * bl + al * bh) + al * bl; // a * b = p + e
+    precise float v = s - p;
+    precise float t = (p - (s - v)) + (c - v); // p + c = s + t
+    precise float r = s + (t + e);
+    return r;
+}
+
+// A device's own division and root may be off by some units: one more step makes them right.
+float divide(float a, float b) {
+    precise float q = a / b;
+    float r = fused(-q, b, a);
+    return r == 0.0 || !(abs(q) < 1e30) ? q : fused(r, 1.0 / b, q);
+}
+
+float root(float x) {
+    precise float s = sqrt(x);
+    float r = fused(-s, s, x);
+    return r == 0.0 || !(s > 0.0) ? s : fused(r, 0.5 / s, s);
+}
+
+// A result of NaN stays NaN.
 float exact_exp(float x) {
-    x = clamp(x, -105.0, 89.0);
-    precise float shifted = fma(x, 1.44269504, 12582912.0);
+    x = x > 89.0 ? 89.0 : x;
+    x = x < -105.0 ? -105.0 : x;
+    precise float shifted = fused(x, 1.44269504, 12582912.0);
     precise float n = shifted - 12582912.0;
-    float r = fma(n, 1.90465421e-09, fma(n, -0.693147182, x));
-    float p = fma(r, 1.39269268e-3, 8.36377405e-3);
-    p = fma(r, p, 4.16665487e-2);
-    p = fma(r, p, 0.166665733);
-    p = fma(r, p, 0.5);
-    p = fma(r * r, p, r) + 1.0;
-    int whole = int(n);
-    int part = whole >> 1;
-    return p * uintBitsToFloat(uint(part + 127) << 23) * uintBitsToFloat(uint(whole - part + 127) << 23);
+    float r = fused(n, 1.90465421e-09, fused(n, -0.693147182, x));
+    float p = fused(r, 1.39269268e-3, 8.36377405e-3);
+    p = fused(r, p, 4.16665487e-2);
+    p = fused(r, p, 0.166665733);
+    p = fused(r, p, 0.5);
+    precise float square = r * r, e = fused(square, p, r) + 1.0;
+    int whole = int(n), part = whole >> 1;
+    precise float y = e * uintBitsToFloat(uint(part + 127) << 23) * uintBitsToFloat(uint(whole - part + 127) << 23);
+    return y;
 }
 
 float exact_tanh(float x) {
-    float a = abs(x), z = x * x;
-    float p = fma(z, -6.09670812e-3, 2.09971741e-2);
-    p = fma(z, p, -5.38509078e-2);
-    p = fma(z, p, 0.133327693);
-    p = fma(z, p, -0.333333284);
-    float large = 1.0 - 2.0 / (exact_exp(a + a) + 1.0);
-    return a <= 0.625 ? x * fma(z, p, 1.0) : (x < 0.0 ? -large : large);
+    precise float a = abs(x), z = x * x;
+    float p = fused(z, -6.09670812e-3, 2.09971741e-2);
+    p = fused(z, p, -5.38509078e-2);
+    p = fused(z, p, 0.133327693);
+    p = fused(z, p, -0.333333284);
+    precise float small = x * fused(z, p, 1.0);
+    precise float large = 1.0 - divide(2.0, exact_exp(a + a) + 1.0);
+    return a <= 0.625 ? small : (x < 0.0 ? -large : large);
 }
 
-// a / b rounded to nearest even, for positive normal numbers with a normal result: a device's own division may be off by
-// 2.5 units, which would move quants across the middle between two integers.
+// a / b rounded to nearest even in integers, for positive normal numbers with a normal result: scales of quants must not
+// depend on anything.
 float exact_div(float a, float b) {
     uint ua = floatBitsToUint(a), ub = floatBitsToUint(b);
     uint ma = (ua & 0x7fffffu) | 0x800000u, mb = (ub & 0x7fffffu) | 0x800000u;

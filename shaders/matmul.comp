@@ -1,9 +1,9 @@
 // y (+)= W x (+ bias), rows of W from extra[0] to extra[1] (of all groups; the binding begins at the first), extra[2] =
 // row_bytes. For quantized weights x is what quantize.comp made.
 //
-// A workgroup takes eight rows of W, sixteen threads to each, and up to COUNT rows of x. Thread l adds units (32 values of
-// a quantized format, single values of a float one) l, l + 16, ... in that order; the sixteen sums are added from 0 up. So
-// a result does not depend on COUNT or on the other rows. Inside a unit all is exact integer arithmetic.
+// A workgroup takes sixteen rows of W, eight threads to each, and up to COUNT rows of x. Thread l has the partial sum l of
+// the eight (two of the sixteen for float formats) that chapter QUANTS prescribes, and the order is the one written
+// there. So a result does not depend on COUNT or on the other rows, and has the CPU's bits.
 #version 450
 #extension GL_EXT_control_flow_attributes : require
 #include "common.glsl"
@@ -17,7 +17,7 @@ IN(3, float, bias)
 #define Q_BYTE(at, k) int((w[((at) + (k)) >> 2] >> ((((at) + (k)) & 3u) * 8u)) & 255u)
 #include "quants.h"
 
-const uint LANES = 16, ROWS = THREADS / LANES;
+const uint LANES = 8, ROWS = THREADS / LANES;
 shared float part[COUNT * THREADS];
 
 // Sum of four products of signed bytes.
@@ -65,64 +65,75 @@ bool has_min() {
 void main() {
     uint t0 = gl_WorkGroupID.y * COUNT, lane = thread % LANES;
     uint tiles = (extra[1] - extra[0] + ROWS - 1) / ROWS;
-    bool floats = q_block(TYPE) == 1;
+    uint n_block = n_in / q_block(TYPE), units = q_block(TYPE) / 32, words = n_in / 4, stride = words + n_in / 32;
     FOR_GROUPS(tile, tiles) {
         uint row = extra[0] + tile * ROWS + thread / LANES, group = row / n_out;
         uint from = at[1] + (row - extra[0]) * extra[2];
-        float sum[COUNT];
+        float sum[COUNT], upper[COUNT]; // upper: the partial sums 8 to 15
         for (uint c = 0; c < COUNT; c++)
-            sum[c] = 0.0;
-        if (row < extra[1] && floats) {
-            for (uint k = lane; k < n_in; k += LANES) {
+            sum[c] = upper[c] = 0.0;
+        if (row < extra[1] && units == 0) {
+            uint x0 = at[2] / 4 + t0 * ld_x + group * n_in;
+            for (uint k = lane; k < n_in; k += 16) {
                 float v = q_value(TYPE, from + k * q_bytes(TYPE), 0);
-                for (uint c = 0; c < COUNT; c++)
-                    if (t0 + c < n_rows)
-                        sum[c] = fma(v, uintBitsToFloat(x[at[2] / 4 + (t0 + c) * ld_x + group * n_in + k]), sum[c]);
-            }
-        } else if (row < extra[1]) {
-            uint per_block = q_block(TYPE) / 32, words = n_in / 4, stride = words + n_in / 32;
-            for (uint i = lane; i < n_in / 32; i += LANES) {
-                uint b = from + i / per_block * q_bytes(TYPE), u = i % per_block, q[8];
-                unit_quants(b, u, q);
-                int sub = int(u) * 32 / q_sub(TYPE), next = sub + 32 / q_sub(TYPE) - 1; // of the first and the other 16
-                int scale0 = q_sub_scale(TYPE, b, sub), scale1 = q_sub_scale(TYPE, b, next);
-                int min0 = q_sub_min(TYPE, b, sub), min1 = q_sub_min(TYPE, b, next);
-                float d = q_d(TYPE, b), m = q_dmin(TYPE, b);
-                if (q_block(TYPE) == 32)
-                    min0 = 1, min1 = 1;
-                else
-                    m = -m;
+                float o = k + 8 < n_in ? q_value(TYPE, from + (k + 8) * q_bytes(TYPE), 0) : 0.0;
                 for (uint c = 0; c < COUNT; c++)
                     if (t0 + c < n_rows) {
-                        uint xq = at[2] / 4 + ((t0 + c) * n_group + group) * stride;
-                        int a0 = 0, a1 = 0, s0 = 0, s1 = 0;
-                        for (uint j = 0; j < 4; j++) {
-                            uint x0 = x[xq + i * 8 + j], x1 = x[xq + i * 8 + 4 + j];
-                            a0 += dot4(q[j], x0);
-                            a1 += dot4(q[j + 4], x1);
-                            if (has_min()) {
-                                s0 += dot4(0x01010101u, x0);
-                                s1 += dot4(0x01010101u, x1);
+                        sum[c] = fused(v, uintBitsToFloat(x[x0 + c * ld_x + k]), sum[c]);
+                        if (k + 8 < n_in)
+                            upper[c] = fused(o, uintBitsToFloat(x[x0 + c * ld_x + k + 8]), upper[c]);
+                    }
+            }
+        } else if (row < extra[1]) {
+            for (uint i = lane; i < n_block; i += LANES) {
+                uint b = from + i * q_bytes(TYPE);
+                int dots[COUNT], mins[COUNT];
+                for (uint c = 0; c < COUNT; c++)
+                    dots[c] = mins[c] = 0;
+                for (uint u = 0; u < units; u++) {
+                    uint q[8];
+                    unit_quants(b, u, q);
+                    int sub = int(u) * 32 / q_sub(TYPE), next = sub + 32 / q_sub(TYPE) - 1; // of the two halves
+                    int scale0 = q_sub_scale(TYPE, b, sub), scale1 = q_sub_scale(TYPE, b, next);
+                    int min0 = units > 1 ? q_sub_min(TYPE, b, sub) : 1, min1 = units > 1 ? q_sub_min(TYPE, b, next) : 1;
+                    for (uint c = 0; c < COUNT; c++)
+                        if (t0 + c < n_rows) {
+                            uint xq = at[2] / 4 + ((t0 + c) * n_group + group) * stride + (i * units + u) * 8;
+                            int a0 = 0, a1 = 0, s0 = 0, s1 = 0;
+                            for (uint j = 0; j < 4; j++) {
+                                a0 += dot4(q[j], x[xq + j]);
+                                a1 += dot4(q[j + 4], x[xq + 4 + j]);
+                                if (has_min()) {
+                                    s0 += dot4(0x01010101u, x[xq + j]);
+                                    s1 += dot4(0x01010101u, x[xq + 4 + j]);
+                                }
                             }
+                            dots[c] += scale0 * a0 + scale1 * a1;
+                            mins[c] += min0 * s0 + min1 * s1;
                         }
-                        float dx = uintBitsToFloat(x[xq + words + i]);
-                        sum[c] = fma(d * dx, float(scale0 * a0 + scale1 * a1), sum[c]);
+                }
+                float d = q_d(TYPE, b), m = units > 1 ? -q_dmin(TYPE, b) : q_dmin(TYPE, b);
+                for (uint c = 0; c < COUNT; c++)
+                    if (t0 + c < n_rows) {
+                        float dx = uintBitsToFloat(x[at[2] / 4 + ((t0 + c) * n_group + group) * stride + words + i * units]);
+                        sum[c] = fused(d * dx, float(dots[c]), sum[c]);
                         if (has_min())
-                            sum[c] = fma(m * dx, float(min0 * s0 + min1 * s1), sum[c]);
+                            sum[c] = fused(m * dx, float(mins[c]), sum[c]);
                     }
             }
         }
         barrier();
         for (uint c = 0; c < COUNT; c++)
-            part[c * THREADS + thread] = sum[c];
+            part[c * THREADS + thread] = units == 0 ? sum[c] + upper[c] : sum[c];
         barrier();
         for (uint i = thread; i < ROWS * COUNT; i += THREADS) {
             uint c = i / ROWS, r = i % ROWS, to = extra[0] + tile * ROWS + r;
             if (t0 + c >= n_rows || to >= extra[1])
                 continue;
-            float total = part[c * THREADS + r * LANES];
-            for (uint l = 1; l < LANES; l++)
-                total += part[c * THREADS + r * LANES + l];
+            uint p = c * THREADS + r * LANES;
+            precise float even = (part[p] + part[p + 4]) + (part[p + 2] + part[p + 6]);
+            precise float odd = (part[p + 1] + part[p + 5]) + (part[p + 3] + part[p + 7]);
+            precise float total = even + odd;
             if (has_bias != 0)
                 total += bias[at[3] / 4 + to];
             uint o = at[0] / 4 + (t0 + c) * ld_y + to;

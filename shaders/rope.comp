@@ -14,7 +14,8 @@ void main() {
         float c = rotary[at[1] / 4 + (t * pairs + k) * 2], s = rotary[at[1] / 4 + (t * pairs + k) * 2 + 1];
         s = inverse != 0 ? -s : s;
         float xa = x[a], xb = x[b];
-        x[a] = fma(xa, c, -(xb * s));
-        x[b] = fma(xa, s, xb * c);
+        precise float bs = xb * s, bc = xb * c;
+        x[a] = fused(xa, c, -bs);
+        x[b] = fused(xa, s, bc);
     }
 }

@@ -171,11 +171,11 @@ TEST(Vulkan, NormRopeGluAddRows) {
                 norm_op op = {n_rows, n_part, n, ld, ld, kind, 1e-5f};
                 cpu_ops.norm(&p.cpu, &op, vulkan_host(want.data()), vulkan_host(x.data()), vulkan_host(w.data()));
                 vk_ops.norm(p.be(), &op, dy, dx, dw);
-                EXPECT_CLOSE(p.down<float>(dy, size), want, 1e-12);
+                EXPECT_EQ(p.down<float>(dy, size), want);
                 glu_op glu = {n_rows, n_part * n, kind, ld, ld, ld, kind == 1 ? 0.7f : 0, kind == 2 ? 1.5f : 0};
                 cpu_ops.glu(&p.cpu, &glu, vulkan_host(want.data()), vulkan_host(x.data()), vulkan_host(u.data()));
                 vk_ops.glu(p.be(), &glu, dy, dx, du);
-                EXPECT_CLOSE(p.down<float>(dy, size), want, 1e-12);
+                EXPECT_EQ(p.down<float>(dy, size), want);
             }
             vector<float> want = x;
             add_op add = {n_rows, ld};
@@ -203,7 +203,7 @@ TEST(Vulkan, NormRopeGluAddRows) {
                 rope_op rope = {n_rows, n_part, n, 1, n_rot, mode & 1, mode / 2, 1, ld};
                 cpu_ops.rope(&p.cpu, &rope, vulkan_host(want.data()), &cpu_step);
                 vk_ops.rope(p.be(), &rope, dx, &vk_step);
-                EXPECT_CLOSE(p.down<float>(dx, size), want, 1e-12);
+                EXPECT_EQ(p.down<float>(dx, size), want);
                 vk_ops.free(p.be(), vk_step.rotary[1]);
             }
             for (const mem m : {dx, du, dw, dy, vk_step.out_row})
