@@ -7007,7 +7007,8 @@ struct vk_device {
     VkPhysicalDeviceProperties props;
 };
 
-// The devices that can be used, best first: discrete, integrated, virtual, other, and drivers that compute on the CPU last.
+// The devices that can be used, best first: discrete, integrated, virtual, other, and drivers that compute on the CPU
+// last.
 static vector<vk_device> vk_devices(const vk_instance &vk) {
     static const int rank[] = {3, 1, 0, 2, 4}; // by VkPhysicalDeviceType
     uint32_t n = 0;
@@ -7051,9 +7052,9 @@ struct vk_pipeline {
 
 enum { VK_ARGS = 7, VK_PUSH = 32, VK_CALLS = 1024, VK_RECORDINGS = 6, VK_GROUPS = 65535 };
 enum { VK_STAGING = 8 << 20, VK_ARENA = 128 << 20 };
-static const uint64_t VK_WORK = uint64_t(2) << 34;     // products per submission: well under a second on a small GPU
-static const uint64_t VK_PATIENCE = 120000000000ull;    // nanoseconds
-static const uint64_t VK_LARGEST = uint64_t(1) << 30;  // bytes of a binding: shaders count bytes in 32 bits
+static const uint64_t VK_WORK = uint64_t(2) << 34;    // products per submission: well under a second on a small GPU
+static const uint64_t VK_PATIENCE = 120000000000ull;  // nanoseconds
+static const uint64_t VK_LARGEST = uint64_t(1) << 30; // bytes of a binding: shaders count bytes in 32 bits
 
 // Bytes of a buffer that a call touches.
 struct vk_range {
@@ -7111,12 +7112,12 @@ struct vk_backend {
     vector<vk_pipeline> pipelines;
     vector<std::unique_ptr<vk_buffer>> buffers; // all there are
     vk_buffer *upload = nullptr, *download = nullptr, *scratch = nullptr, *arena = nullptr;
-    uint64_t uploaded = 0, arena_used = 0;      // bytes in use of these
-    vector<vk_call> calls;                      // not yet sent
-    uint64_t work = 0;                          // of these
+    uint64_t uploaded = 0, arena_used = 0; // bytes in use of these
+    vector<vk_call> calls;                 // not yet sent
+    uint64_t work = 0;                     // of these
     vk_recording recordings[VK_RECORDINGS];
     uint64_t n_submit = 0, n_record = 0, n_barrier = 0; // for tests and reports
-    vk_call quantized = {};                     // the last quantize whose source and result are still as they were
+    vk_call quantized = {}; // the last quantize whose source and result are still as they were
     std::atomic<uint64_t> allocated{0};
     const char *error = nullptr; // the first since the last sync
     bool no_memory = false, lost = false;
@@ -7201,7 +7202,8 @@ static vk_buffer *vk_new_buffer(vk_backend *v, uint64_t bytes, vk_place place) {
     VkBufferCreateInfo info = {};
     info.sType = VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO;
     info.size = b.bytes;
-    info.usage = VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT | VK_BUFFER_USAGE_TRANSFER_DST_BIT;
+    info.usage =
+        VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT | VK_BUFFER_USAGE_TRANSFER_DST_BIT;
     if (bytes > uint64_t(1) << 40 || v->CreateBuffer(v->device, &info, nullptr, &b.handle) != VK_SUCCESS)
         return nullptr;
     VkMemoryRequirements need;
@@ -7213,9 +7215,8 @@ static vk_buffer *vk_new_buffer(vk_backend *v, uint64_t bytes, vk_place place) {
     alloc.memoryTypeIndex = uint32_t(type);
     bool ok = type >= 0 && v->AllocateMemory(v->device, &alloc, nullptr, &b.memory) == VK_SUCCESS;
     ok = ok && v->BindBufferMemory(v->device, b.handle, b.memory, 0) == VK_SUCCESS;
-    const bool visible =
-        type >= 0 && v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT &&
-        v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
+    const bool visible = type >= 0 && v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT &&
+                         v->memory.memoryTypes[type].propertyFlags & VK_MEMORY_PROPERTY_HOST_COHERENT_BIT;
     void *map = nullptr;
     if (ok && visible && (place != VK_ON_DEVICE || !v->staged))
         ok = v->MapMemory(v->device, b.memory, 0, VK_WHOLE_SIZE, 0, &map) == VK_SUCCESS;
@@ -7613,7 +7614,8 @@ struct vk_launch {
             vk_fail(v, "Vulkan: too many rows in one operation");
             return;
         }
-        call.grid[0] = uint32_t(std::min<int64_t>(x, VK_GROUPS)), call.grid[1] = uint32_t(y), call.grid[2] = uint32_t(z);
+        call.grid[0] = uint32_t(std::min<int64_t>(x, VK_GROUPS)), call.grid[1] = uint32_t(y),
+        call.grid[2] = uint32_t(z);
         vk_push_call(v, call);
     }
     void go_threads(int64_t n) { go((n + 127) / 128); }
@@ -7822,11 +7824,10 @@ static void vk_add(backend *be, const add_op *op, mem y, mem x) {
 }
 
 static const backend_ops vk_ops = {
-    vk_alloc, vk_grow,          vk_free,          vk_weights, vk_put,       vk_get,
-    vk_copy,  vk_matmul_scratch, vk_attend_scratch, vk_reserve, vk_allocated, vk_sync,
-    vk_embed, vk_rows,          vk_norm,          vk_matmul,
+    vk_alloc,          vk_grow,    vk_free,      vk_weights, vk_put,   vk_get,  vk_copy, vk_matmul_scratch,
+    vk_attend_scratch, vk_reserve, vk_allocated, vk_sync,    vk_embed, vk_rows, vk_norm, vk_matmul,
     nullptr, // matmul_id
-    vk_rope,  vk_kv_put,        vk_attend,        vk_glu,     vk_add,
+    vk_rope,           vk_kv_put,  vk_attend,    vk_glu,     vk_add,
     nullptr, // scale
     nullptr, // route
     nullptr, // mix
@@ -7983,8 +7984,8 @@ static bool vk_probe_fma(vk_backend *v) {
     return y == 0x1p-24f;
 }
 
-// The device whose name contains `wanted`, whatever the case; "" is the best one that is not a CPU. Throws when there is
-// none, naming those that there are.
+// The device whose name contains `wanted`, whatever the case; "" is the best one that is not a CPU. Throws when there
+// is none, naming those that there are.
 static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_options &opt = vk_options()) {
     std::unique_ptr<vk_backend> v(new vk_backend);
     if (!v->vk.open())
@@ -8009,7 +8010,8 @@ static std::unique_ptr<vk_backend> vk_open(const string &wanted, const vk_option
     v->name = chosen->props.deviceName;
     const VkPhysicalDeviceLimits &limits = chosen->props.limits;
     v->align = std::max<uint64_t>(4, limits.minStorageBufferOffsetAlignment);
-    v->max_range = std::min<uint64_t>({limits.maxStorageBufferRange, VK_LARGEST, opt.max_range ? opt.max_range : VK_LARGEST});
+    v->max_range =
+        std::min<uint64_t>({limits.maxStorageBufferRange, VK_LARGEST, opt.max_range ? opt.max_range : VK_LARGEST});
     v->staged = opt.staged;
     v->vk.GetPhysicalDeviceMemoryProperties(chosen->handle, &v->memory);
     vk_make_device(*v, *chosen);
@@ -10594,9 +10596,8 @@ static std::unique_ptr<engine_model> make_model(const char *path, const engine_o
     model_file file = open_model_file(path, opt.no_mmap != 0);
     find_arch(file); // before the tokenizer: its Error says more about a file for another kind of model
     vocab voc = load_vocab(file);
-    std::unique_ptr<engine_model> m(
-        new engine_model(std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(),
-                         opt.device ? opt.device : ""));
+    std::unique_ptr<engine_model> m(new engine_model(
+        std::move(file), std::move(voc), opt.threads ? opt.threads : usable_cores(), opt.device ? opt.device : ""));
     m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
     for (int kind = 0; kind < N_KINDS; kind++)
         m->f16_layout[kind] = make_page_layout(m->w, TYPE_F16, kind);
