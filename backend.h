@@ -87,7 +87,7 @@ struct backend_ops {
     // Memory. alloc, grow and weights return a null handle when they fail. alloc gives zeros. grow makes an allocation
     // larger and keeps its content (moved perhaps; after a failure the old one is still there). weights makes mapped
     // file bytes usable, in place where the device can. put and get copy between host and device and copy on the
-    // device, in order with the operations.
+    // device (ranges that do not overlap), in order with the operations.
     struct mem (*alloc)(struct backend *, uint64_t bytes);
     struct mem (*grow)(struct backend *, struct mem, uint64_t old_bytes, uint64_t new_bytes);
     void (*free)(struct backend *, struct mem);

@@ -86,8 +86,8 @@ typedef struct engine_model engine_model;
 
 typedef struct engine_open_options {
     size_t size;
-    int threads; /* 1 to 512; 0: one per core that this process may use */
-    int no_mmap; /* nonzero: read the file into memory instead of mapping it */
+    int threads;        /* 1 to 512; 0: one per core that this process may use */
+    int no_mmap;        /* nonzero: read the file into memory instead of mapping it */
     const char *device; /* NULL or "cpu"; "vulkan": the best GPU; "vulkan NAME": the device whose name contains NAME */
 } engine_open_options;
 
