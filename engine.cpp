@@ -6924,12 +6924,6 @@ static const backend_ops cpu_ops = {
     X(CmdFillBuffer) X(QueueSubmit) X(DeviceWaitIdle) X(CreateFence) X(DestroyFence) X(WaitForFences) X(ResetFences)
 // clang-format on
 
-template <class T> static T vk_info(VkStructureType type) {
-    T t = {};
-    t.sType = type;
-    return t;
-}
-
 // An instance with the driver's functions. One per backend: nothing is shared, so nothing outlives its use.
 struct vk_instance {
     VkInstance handle = VK_NULL_HANDLE;
@@ -6942,11 +6936,10 @@ struct vk_instance {
         if (void *library = dlopen("libvulkan.so.1", RTLD_NOW | RTLD_LOCAL))
             get = reinterpret_cast<PFN_vkGetInstanceProcAddr>(dlsym(library, "vkGetInstanceProcAddr"));
         const auto create = get ? reinterpret_cast<PFN_vkCreateInstance>(get(nullptr, "vkCreateInstance")) : nullptr;
-        auto app = vk_info<VkApplicationInfo>(VK_STRUCTURE_TYPE_APPLICATION_INFO);
-        app.pApplicationName = "engine";
-        app.apiVersion = VK_API_VERSION_1_1;
-        auto info = vk_info<VkInstanceCreateInfo>(VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO);
-        info.pApplicationInfo = &app;
+        const VkApplicationInfo app = {
+            VK_STRUCTURE_TYPE_APPLICATION_INFO, nullptr, "engine", 0, nullptr, 0, VK_API_VERSION_1_1};
+        const VkInstanceCreateInfo info = {
+            VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO, nullptr, 0, &app, 0, nullptr, 0, nullptr};
         if (!create || create(&info, nullptr, &handle) != VK_SUCCESS) {
             handle = VK_NULL_HANDLE;
             return false;
@@ -7094,17 +7087,12 @@ struct vk_backend {
 static vk_backend *vk_self(backend *be) { return reinterpret_cast<vk_backend *>(be); }
 static backend *vk_handle(vk_backend *v) { return reinterpret_cast<backend *>(v); }
 
+static bool vk_is_memory(VkResult r) { return r == VK_ERROR_OUT_OF_HOST_MEMORY || r == VK_ERROR_OUT_OF_DEVICE_MEMORY; }
+
 static const char *vk_error_text(VkResult r) {
-    switch (r) {
-    case VK_ERROR_OUT_OF_HOST_MEMORY:
-        return "Vulkan: out of memory";
-    case VK_ERROR_OUT_OF_DEVICE_MEMORY:
-        return "Vulkan: out of device memory";
-    case VK_ERROR_DEVICE_LOST:
-        return "Vulkan: the device was lost: the driver stopped it";
-    default:
-        return "Vulkan: the driver failed";
-    }
+    return vk_is_memory(r)             ? "Vulkan: out of memory"
+           : r == VK_ERROR_DEVICE_LOST ? "Vulkan: the device was lost: the driver stopped it"
+                                       : "Vulkan: the driver failed";
 }
 
 static bool vk_fail(vk_backend *v, const char *what, bool no_memory = false) {
@@ -7118,7 +7106,7 @@ static bool vk_check(vk_backend *v, VkResult r) {
     if (r == VK_SUCCESS)
         return true;
     v->lost = v->lost || r == VK_ERROR_DEVICE_LOST;
-    return vk_fail(v, vk_error_text(r), r == VK_ERROR_OUT_OF_HOST_MEMORY || r == VK_ERROR_OUT_OF_DEVICE_MEMORY);
+    return vk_fail(v, vk_error_text(r), vk_is_memory(r));
 }
 
 // ---- buffers ----
@@ -7160,18 +7148,16 @@ static int vk_memory_type(const vk_backend *v, uint32_t allowed, vk_place place)
 static vk_buffer *vk_new_buffer(vk_backend *v, uint64_t bytes, vk_place place) {
     vk_buffer b;
     b.bytes = (std::max<uint64_t>(bytes, 4) + 255) / 256 * 256;
-    auto info = vk_info<VkBufferCreateInfo>(VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO);
-    info.size = b.bytes;
-    info.usage =
+    const VkBufferUsageFlags use =
         VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | VK_BUFFER_USAGE_TRANSFER_SRC_BIT | VK_BUFFER_USAGE_TRANSFER_DST_BIT;
+    const VkBufferCreateInfo info = {
+        VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO, nullptr, 0, b.bytes, use, VK_SHARING_MODE_EXCLUSIVE, 0, nullptr};
     if (bytes > uint64_t(1) << 40 || v->CreateBuffer(v->device, &info, nullptr, &b.handle) != VK_SUCCESS)
         return nullptr;
     VkMemoryRequirements need;
     v->GetBufferMemoryRequirements(v->device, b.handle, &need);
     const int type = vk_memory_type(v, need.memoryTypeBits, place);
-    auto alloc = vk_info<VkMemoryAllocateInfo>(VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO);
-    alloc.allocationSize = need.size;
-    alloc.memoryTypeIndex = uint32_t(type);
+    const VkMemoryAllocateInfo alloc = {VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO, nullptr, need.size, uint32_t(type)};
     bool ok = type >= 0 && v->AllocateMemory(v->device, &alloc, nullptr, &b.memory) == VK_SUCCESS;
     ok = ok && v->BindBufferMemory(v->device, b.handle, b.memory, 0) == VK_SUCCESS;
     void *map = nullptr;
@@ -7200,9 +7186,8 @@ static bool vk_wait(vk_backend *v, vk_recording &r) {
 }
 
 static void vk_barrier(vk_backend *v, VkCommandBuffer c, VkPipelineStageFlags to, VkAccessFlags access) {
-    auto b = vk_info<VkMemoryBarrier>(VK_STRUCTURE_TYPE_MEMORY_BARRIER);
-    b.srcAccessMask = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
-    b.dstAccessMask = access;
+    const VkAccessFlags from = VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT | VK_ACCESS_TRANSFER_WRITE_BIT;
+    const VkMemoryBarrier b = {VK_STRUCTURE_TYPE_MEMORY_BARRIER, nullptr, from, access};
     v->CmdPipelineBarrier(c, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | VK_PIPELINE_STAGE_TRANSFER_BIT, to, 0, 1, &b, 0,
                           nullptr, 0, nullptr);
     v->n_barrier++;
@@ -7220,19 +7205,14 @@ static bool vk_record_call(vk_backend *v, const vk_recording &r, const vk_call &
         v->CmdCopyBuffer(c, from.buffer->handle, to.buffer->handle, 1, &copy);
         return true;
     }
-    auto alloc = vk_info<VkDescriptorSetAllocateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO);
-    alloc.descriptorPool = r.sets;
-    alloc.descriptorSetCount = 1;
-    alloc.pSetLayouts = &v->set_layout;
+    const VkDescriptorSetAllocateInfo alloc = {VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO, nullptr, r.sets, 1,
+                                               &v->set_layout};
     VkDescriptorSet set;
     if (!vk_check(v, v->AllocateDescriptorSets(v->device, &alloc, &set)))
         return false;
     VkDescriptorBufferInfo buffer[VK_ARGS] = {};
-    auto write = vk_info<VkWriteDescriptorSet>(VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET);
-    write.dstSet = set;
-    write.descriptorCount = VK_ARGS;
-    write.descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
-    write.pBufferInfo = buffer;
+    const VkWriteDescriptorSet write = {VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET, nullptr, set,    0,      0, VK_ARGS,
+                                        VK_DESCRIPTOR_TYPE_STORAGE_BUFFER,      nullptr, buffer, nullptr};
     for (int i = 0; i < VK_ARGS; i++) { // a shader may have bindings that it does not use: they must be something
         const vk_range &a = call.arg[i < call.n_arg && call.arg[i].buffer ? i : 0];
         buffer[i] = {a.buffer->handle, a.begin, a.bytes};
@@ -7252,7 +7232,7 @@ static bool vk_record(vk_backend *v, vk_recording &r) {
                                  VK_ACCESS_TRANSFER_WRITE_BIT;
     r.calls.clear();
     v->n_record++;
-    auto begin = vk_info<VkCommandBufferBeginInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO);
+    const VkCommandBufferBeginInfo begin = {VK_STRUCTURE_TYPE_COMMAND_BUFFER_BEGIN_INFO, nullptr, 0, nullptr};
     if (!vk_check(v, v->ResetDescriptorPool(v->device, r.sets, 0)) ||
         !vk_check(v, v->BeginCommandBuffer(r.commands, &begin)))
         return false;
@@ -7295,9 +7275,8 @@ static void vk_send(vk_backend *v) {
     }
     bool ok = !v->lost && vk_wait(v, *r) && (known || vk_record(v, *r));
     if (ok) {
-        auto submit = vk_info<VkSubmitInfo>(VK_STRUCTURE_TYPE_SUBMIT_INFO);
-        submit.commandBufferCount = 1;
-        submit.pCommandBuffers = &r->commands;
+        const VkSubmitInfo submit = {
+            VK_STRUCTURE_TYPE_SUBMIT_INFO, nullptr, 0, nullptr, nullptr, 1, &r->commands, 0, nullptr};
         ok = vk_check(v, v->QueueSubmit(v->queue, 1, &submit, r->fence));
         r->pending = ok;
     }
@@ -7307,11 +7286,9 @@ static void vk_send(vk_backend *v) {
     v->calls.clear();
 }
 
-static bool vk_idle(vk_backend *v) {
-    bool idle = v->calls.empty();
-    for (const vk_recording &r : v->recordings)
-        idle = idle && !r.pending;
-    return idle;
+static bool vk_idle(const vk_backend *v) {
+    const auto pending = [](const vk_recording &r) { return r.pending; };
+    return v->calls.empty() && std::none_of(v->recordings, v->recordings + VK_RECORDINGS, pending);
 }
 
 // Sends and waits for everything. Then the whole staging buffer can be used again.
@@ -7497,13 +7474,16 @@ static int vk_find_pipeline(vk_backend *v, vk_shader shader, int32_t s0, int32_t
     vk_pipeline p = {shader, {s0, s1, s2, v->fused}, VK_NULL_HANDLE};
     const VkSpecializationMapEntry entries[4] = {{0, 0, 4}, {1, 4, 4}, {2, 8, 4}, {3, 12, 4}};
     const VkSpecializationInfo spec = {4, entries, sizeof p.spec, p.spec};
-    auto info = vk_info<VkComputePipelineCreateInfo>(VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO);
-    info.stage.sType = VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO;
-    info.stage.stage = VK_SHADER_STAGE_COMPUTE_BIT;
-    info.stage.module = v->module[shader];
-    info.stage.pName = "main";
-    info.stage.pSpecializationInfo = &spec;
-    info.layout = v->layout;
+    const VkShaderModule module = v->module[shader];
+    const VkPipelineShaderStageCreateInfo stage = {VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO,
+                                                   nullptr,
+                                                   0,
+                                                   VK_SHADER_STAGE_COMPUTE_BIT,
+                                                   module,
+                                                   "main",
+                                                   &spec};
+    const VkComputePipelineCreateInfo info = {
+        VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO, nullptr, 0, stage, v->layout, VK_NULL_HANDLE, 0};
     if (!vk_check(v, v->CreateComputePipelines(v->device, VK_NULL_HANDLE, 1, &info, nullptr, &p.handle)))
         return -1;
     v->pipelines.push_back(p);
@@ -7671,11 +7651,9 @@ static void vk_rope(backend *be, const rope_op *op, mem x, const step *st) {
     l.go_threads(int64_t(op->n_rows) * op->n_head * (op->n_rot / 2));
 }
 
-static bool vk_cache_type(int type) { return type == TYPE_F16 || type == TYPE_Q8_0; }
-
 static void vk_kv_put(backend *be, const kv_put_op *op, const seg *sg, mem k, mem v, const step *st) {
     vk_backend *self = vk_self(be);
-    if (!vk_cache_type(sg->type) || op->type != sg->type || sg->ratio > 1) {
+    if (!cpu_cache_type(sg->type) || op->type != sg->type || sg->ratio > 1) {
         vk_fail(self, "kv_put: one f16 or q8_0 row per token only");
         return;
     }
@@ -7716,7 +7694,7 @@ static uint64_t vk_attend_scratch(backend *, const attend_op *op, const seg *, i
 
 static void vk_attend(backend *be, const attend_op *op, mem y, mem q, const seg sg[2], mem sinks, const step *st) {
     vk_backend *v = vk_self(be);
-    if (op->n_seg != 1 || !vk_cache_type(sg[0].type) || sg[0].ratio > 1 || sg[0].row_ids.handle || op->dim_k > 1024 ||
+    if (op->n_seg != 1 || !cpu_cache_type(sg[0].type) || sg[0].ratio > 1 || sg[0].row_ids.handle || op->dim_k > 1024 ||
         op->dim_v > 1024) {
         vk_fail(v, "attend: one segment of f16 or q8_0 rows of up to 1024 values, one per token, only");
         return;
@@ -7798,8 +7776,7 @@ vk_backend::~vk_backend() {
 
 static void vk_need(const vk_backend &v, VkResult r) {
     if (r != VK_SUCCESS)
-        fail(r == VK_ERROR_OUT_OF_HOST_MEMORY || r == VK_ERROR_OUT_OF_DEVICE_MEMORY ? ENGINE_ENOMEM : ENGINE_EINTERNAL,
-             "%s (%s)", vk_error_text(r), v.name.c_str());
+        fail(vk_is_memory(r) ? ENGINE_ENOMEM : ENGINE_EINTERNAL, "%s (%s)", vk_error_text(r), v.name.c_str());
 }
 
 static void vk_make_device(vk_backend &v, const vk_device &d) {
@@ -7812,13 +7789,10 @@ static void vk_make_device(vk_backend &v, const vk_device &d) {
     if (family == n)
         fail(ENGINE_EUNSUPPORTED, "the Vulkan device %s does not compute", v.name.c_str());
     const float priority = 1.0f;
-    auto queue = vk_info<VkDeviceQueueCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO);
-    queue.queueFamilyIndex = family;
-    queue.queueCount = 1;
-    queue.pQueuePriorities = &priority;
-    auto info = vk_info<VkDeviceCreateInfo>(VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO);
-    info.queueCreateInfoCount = 1;
-    info.pQueueCreateInfos = &queue;
+    const VkDeviceQueueCreateInfo queue = {
+        VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO, nullptr, 0, family, 1, &priority};
+    const VkDeviceCreateInfo info = {
+        VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO, nullptr, 0, 1, &queue, 0, nullptr, 0, nullptr, nullptr};
     vk_need(v, v.vk.CreateDevice(d.handle, &info, nullptr, &v.device));
     bool all = true;
 #define VK_LOAD(name)                                                                                                  \
@@ -7831,39 +7805,29 @@ static void vk_make_device(vk_backend &v, const vk_device &d) {
         fail(ENGINE_EUNSUPPORTED, "the Vulkan driver of %s lacks a function", v.name.c_str());
     }
     v.GetDeviceQueue(v.device, family, 0, &v.queue);
-    auto pool = vk_info<VkCommandPoolCreateInfo>(VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO);
-    pool.flags = VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT;
-    pool.queueFamilyIndex = family;
+    const VkCommandPoolCreateInfo pool = {VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO, nullptr,
+                                          VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT, family};
     vk_need(v, v.CreateCommandPool(v.device, &pool, nullptr, &v.commands));
 }
 
 // One layout serves all shaders: storage buffers 0 to VK_ARGS - 1 and 128 bytes of push constants.
 static void vk_make_layouts(vk_backend &v) {
-    VkDescriptorSetLayoutBinding binding[VK_ARGS] = {};
-    for (uint32_t i = 0; i < VK_ARGS; i++) {
-        binding[i].binding = i;
-        binding[i].descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
-        binding[i].descriptorCount = 1;
-        binding[i].stageFlags = VK_SHADER_STAGE_COMPUTE_BIT;
-    }
-    auto set = vk_info<VkDescriptorSetLayoutCreateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO);
-    set.bindingCount = VK_ARGS;
-    set.pBindings = binding;
+    VkDescriptorSetLayoutBinding binding[VK_ARGS];
+    for (uint32_t i = 0; i < VK_ARGS; i++)
+        binding[i] = {i, VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, 1, VK_SHADER_STAGE_COMPUTE_BIT, nullptr};
+    const VkDescriptorSetLayoutCreateInfo set = {VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO, nullptr, 0,
+                                                 VK_ARGS, binding};
     vk_need(v, v.CreateDescriptorSetLayout(v.device, &set, nullptr, &v.set_layout));
     const VkPushConstantRange push = {VK_SHADER_STAGE_COMPUTE_BIT, 0, VK_PUSH * 4};
-    auto layout = vk_info<VkPipelineLayoutCreateInfo>(VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO);
-    layout.setLayoutCount = 1;
-    layout.pSetLayouts = &v.set_layout;
-    layout.pushConstantRangeCount = 1;
-    layout.pPushConstantRanges = &push;
+    const VkPipelineLayoutCreateInfo layout = {
+        VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO, nullptr, 0, 1, &v.set_layout, 1, &push};
     vk_need(v, v.CreatePipelineLayout(v.device, &layout, nullptr, &v.layout));
 #define VK_MODULE(name) {vk_spv_##name, sizeof vk_spv_##name},
     static const std::pair<const uint32_t *, size_t> code[] = {VK_SHADERS(VK_MODULE)};
 #undef VK_MODULE
     for (int i = 0; i < VK_N_SHADERS; i++) {
-        auto info = vk_info<VkShaderModuleCreateInfo>(VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO);
-        info.codeSize = code[i].second;
-        info.pCode = code[i].first;
+        const VkShaderModuleCreateInfo info = {VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO, nullptr, 0, code[i].second,
+                                               code[i].first};
         vk_need(v, v.CreateShaderModule(v.device, &info, nullptr, &v.module[i]));
     }
 }
@@ -7872,17 +7836,13 @@ static void vk_make_recordings(vk_backend &v) {
     for (vk_recording &r : v.recordings) {
         r.calls.reserve(VK_CALLS);
         const VkDescriptorPoolSize size = {VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, VK_CALLS * VK_ARGS};
-        auto pool = vk_info<VkDescriptorPoolCreateInfo>(VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO);
-        pool.maxSets = VK_CALLS;
-        pool.poolSizeCount = 1;
-        pool.pPoolSizes = &size;
+        const VkDescriptorPoolCreateInfo pool = {
+            VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO, nullptr, 0, VK_CALLS, 1, &size};
         vk_need(v, v.CreateDescriptorPool(v.device, &pool, nullptr, &r.sets));
-        auto commands = vk_info<VkCommandBufferAllocateInfo>(VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO);
-        commands.commandPool = v.commands;
-        commands.level = VK_COMMAND_BUFFER_LEVEL_PRIMARY;
-        commands.commandBufferCount = 1;
+        const VkCommandBufferAllocateInfo commands = {VK_STRUCTURE_TYPE_COMMAND_BUFFER_ALLOCATE_INFO, nullptr,
+                                                      v.commands, VK_COMMAND_BUFFER_LEVEL_PRIMARY, 1};
         vk_need(v, v.AllocateCommandBuffers(v.device, &commands, &r.commands));
-        auto fence = vk_info<VkFenceCreateInfo>(VK_STRUCTURE_TYPE_FENCE_CREATE_INFO);
+        const VkFenceCreateInfo fence = {VK_STRUCTURE_TYPE_FENCE_CREATE_INFO, nullptr, 0};
         vk_need(v, v.CreateFence(v.device, &fence, nullptr, &r.fence));
     }
 }

@@ -99,16 +99,6 @@ struct vulkan_pair {
 
 mem vulkan_host(const void *p) { return {const_cast<void *>(p), 0}; }
 
-// Sum of squared differences over the sum of squares; not finite when one of them is not.
-double vulkan_error(const vector<float> &got, const vector<float> &want) {
-    double d = 0, n = 1e-30;
-    for (size_t i = 0; i < want.size(); i++) {
-        d += std::pow(double(got[i]) - double(want[i]), 2);
-        n += std::pow(double(want[i]), 2);
-    }
-    return d / n;
-}
-
 const int VULKAN_ROWS[] = {1, 2, 7, 33, 129};
 
 TEST(Vulkan, Memory) {
@@ -332,6 +322,9 @@ TEST(Vulkan, MatmulEveryFormat) {
         vulkan_random rnd(5);
         for (const format &f : formats)
             for (int n_rows : VULKAN_ROWS) {
+                const bool hot = f.type == TYPE_Q8_0 || f.type == TYPE_Q4_K || f.type == TYPE_Q4_0 || f.block == 1;
+                if (!hot && (n_rows == 33 || n_rows == 129) && !test::long_tests())
+                    continue; // these run the same code as 7 rows
                 if (range && n_rows != 2)
                     continue;
                 SCOPED_TRACE(strf("%s, %d rows", f.name, n_rows));
@@ -519,14 +512,8 @@ struct vulkan_model : open_model {
     explicit vulkan_model(const std::string &path) : open_model(path, 2, "", false, VULKAN_NAME) {}
 };
 
-// The difference between the largest logit and the next.
-float vulkan_margin(vector<float> logits) {
-    std::partial_sort(logits.begin(), logits.begin() + 2, logits.end(), std::greater<float>());
-    return logits[0] - logits[1];
-}
-
-// 64 greedy tokens on both, up to a choice that is nearly a tie.
-void vulkan_compare(const std::string &path, const char *kv, double limit) {
+// Greedy tokens on both: the logits are the same bits.
+void vulkan_compare(const std::string &path, const char *kv, int n = test::long_tests() ? 64 : 24) {
     SCOPED_TRACE(path + " " + kv);
     vulkan_model gpu(path);
     open_model cpu(path, 2);
@@ -537,50 +524,43 @@ void vulkan_compare(const std::string &path, const char *kv, double limit) {
     EXPECT_EQ(std::string(info.backend).substr(0, 15), VULKAN_NAME);
     EXPECT_STREQ(info.generic_ops, "");
     open_session a(gpu.m, 512, 0, kv), b(cpu.m, 512, 0, kv);
-    model_ids ids = cpu.encode("Once upon a time, there was a", ENGINE_ADD_BOS);
+    const model_ids ids = cpu.encode("Once upon a time, there was a", ENGINE_ADD_BOS);
     a.sync(ids), b.sync(ids);
-    double worst = 0;
-    int i = 0;
-    for (; i < 64; i++) {
-        const vector<float> got = a.logits(), want = b.logits();
-        worst = std::max(worst, vulkan_error(got, want));
-        if (vulkan_margin(want) < 0.02f)
-            break;
-        const auto best = [](const vector<float> &v) { return int(std::max_element(v.begin(), v.end()) - v.begin()); };
-        ASSERT_EQ(best(got), best(want)) << "token " << i;
-        a.eval({best(want)}), b.eval({best(want)});
+    const vk_backend &v = *gpu.m->vk;
+    const uint64_t n_submit = v.n_submit, n_record = v.n_record;
+    for (int i = 0; i < n; i++) {
+        const vector<float> want = b.logits();
+        ASSERT_EQ(a.logits(), want) << "token " << i;
+        const int best = int(std::max_element(want.begin(), want.end()) - want.begin());
+        a.eval({best}), b.eval({best});
     }
-    EXPECT_GT(i, 0);
-    EXPECT_LE(worst, limit);
-    printf("%s %s: %d tokens, worst logits error %.1e\n", path.substr(path.rfind('/') + 1).c_str(), kv, i, worst);
-    // A decode step is recorded once for each of the two homes of the hidden state.
-    vk_backend &v = *gpu.m->vk;
-    if (i == 64) {
-        EXPECT_GE(v.n_submit, 64u);
-        EXPECT_LE(v.n_record, 8u);
-    }
+    // Each step is sent as a whole, and recorded once for each of the two homes of the hidden state.
+    EXPECT_EQ(v.n_submit - n_submit, uint64_t(n));
+    EXPECT_EQ(v.n_record - n_record, 2u);
 }
 
-TEST(Vulkan, ShippedModel) {
+TEST(Vulkan, WholeModels) {
     NEED_VULKAN();
     for (const char *kv : {"f16", "q8_0"})
-        vulkan_compare(model_shipped, kv, 1e-4);
-}
-
-TEST(Vulkan, SharedModels) {
-    NEED_VULKAN();
-    NEED_SHARED(dir, "stories260K");
+        vulkan_compare(model_shipped, kv);
     for (const char *file :
          {"stories260K/stories260K-f16.gguf", "stories260K/stories260K-q8_0.gguf", "stories260K/stories260K-q4_0.gguf",
-          "tiny-chat/tiny-chat-f16.gguf", "tiny-chat/tiny-chat-q8_0.gguf", "tiny-chat/tiny-chat-q4_k_m.gguf"})
-        vulkan_compare(test::shared_path(file), "f16", 1e-4);
+          "tiny-chat/tiny-chat-f16.gguf", "tiny-chat/tiny-chat-q4_k_m.gguf"})
+        if (test::shared_path(file) != "")
+            vulkan_compare(test::shared_path(file), "f16");
+}
+
+// For other processes: less, and always there.
+TEST(Vulkan, ShippedModel) {
+    NEED_VULKAN();
+    vulkan_compare(model_shipped, "q8_0", 8);
 }
 
 // Chunks, and what else is in the pass, do not change a bit.
 TEST(Vulkan, ChunksDoNotMatter) {
     NEED_VULKAN();
     vulkan_model m(model_shipped);
-    const model_ids ids = model_prompt(270, 2000);
+    const model_ids ids = model_prompt(135, 2000);
     vector<float> first;
     for (int chunk : {512, 1, 3, 127, 128, 129}) {
         open_session s(m.m, 512, chunk);
@@ -597,7 +577,7 @@ TEST(Vulkan, SessionsMoveBetweenBackends) {
     test::temp_dir dir;
     vulkan_model gpu(model_shipped);
     open_model cpu(model_shipped, 2);
-    const model_ids ids = model_prompt(200, 2000);
+    const model_ids ids = model_prompt(140, 2000);
     open_session a(gpu.m, 512), b(cpu.m, 512), c(gpu.m, 512), d(cpu.m, 512);
     a.sync(ids), b.sync(ids);
     ASSERT_EQ(engine_save(a.s, (dir / "a").c_str(), &a.err), 0) << a.err.msg;
@@ -797,14 +777,30 @@ TEST(Vulkan, SubgroupsOfAnySize) {
     }
 }
 
-TEST(Vulkan, ShadersAreThoseOfTheSources) {
-    if (test::run({"glslc", "--version"}).code != 0)
-        GTEST_SKIP() << "[glslc] no glslc in PATH";
-    const test::command_result r =
-        test::shell("make --no-print-directory -C '" + test::root_path("") + "' shaders-check");
-    EXPECT_EQ(r.code, 0) << r.out << r.err << "after a change to shaders/ run `make shaders`";
-}
-
 } // namespace
+
+#else
+
+#define VULKAN_ABSENT(name)                                                                                            \
+    TEST(Vulkan, name) { GTEST_SKIP() << "[vulkan] built without <vulkan/vulkan_core.h>"; }
+VULKAN_ABSENT(Memory)
+VULKAN_ABSENT(NormRopeGluAddRows)
+VULKAN_ABSENT(EmbedEveryFormat)
+VULKAN_ABSENT(ActivationsAreTheCpus)
+VULKAN_ABSENT(MatmulEveryFormat)
+VULKAN_ABSENT(MatmulErrors)
+VULKAN_ABSENT(KvPutStoresTheCpusBytes)
+VULKAN_ABSENT(Attend)
+VULKAN_ABSENT(WholeModels)
+VULKAN_ABSENT(ShippedModel)
+VULKAN_ABSENT(ChunksDoNotMatter)
+VULKAN_ABSENT(SessionsMoveBetweenBackends)
+VULKAN_ABSENT(MemoryEnds)
+VULKAN_ABSENT(TheDeviceIsLost)
+VULKAN_ABSENT(DevicesAreChosenByName)
+VULKAN_ABSENT(LimitsOfTheDevice)
+VULKAN_ABSENT(ValidationFindsMissingBarriers)
+VULKAN_ABSENT(ValidationHasNothingToSay)
+VULKAN_ABSENT(SubgroupsOfAnySize)
 
 #endif
