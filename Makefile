@@ -163,7 +163,7 @@ clean:
 
 SHADERS := $(sort $(wildcard shaders/*.comp))
 SPV = { for f in $(SHADERS); do echo "static const uint32_t vk_spv_$$(basename $$f .comp)[] = {"; \
-    glslc -O -Werror --target-env=vulkan1.1 -mfmt=num -o - $$f || exit 1; echo "};"; done; }
+    glslc -O0 -Werror --target-env=vulkan1.1 -mfmt=num -o - $$f || exit 1; echo "};"; done; }
 .PHONY: shaders shaders-check
 shaders:
 	@mkdir -p shaders/spv
