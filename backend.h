@@ -4,6 +4,7 @@
 #ifndef ENGINE_BACKEND_H
 #define ENGINE_BACKEND_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "shaders/ops.h"
@@ -138,5 +139,19 @@ struct backend_ops {
     void (*hc_post)(struct backend *, const struct hc_post_op *, struct mem s, struct mem post, struct mem comb,
                     struct mem y);
 };
+
+// The CUDA backend, kernels.cu, where it is part of the build. cuda_open gives null and a text where there is no driver or
+// no such device; cuda_devices gives how many there are, and describes the first `most`.
+#if defined(ENGINE_CUDA)
+struct cuda_device {
+    char name[64];
+    int32_t major, minor; // compute capability
+    uint64_t memory;
+};
+int cuda_devices(struct cuda_device *out, int most);
+struct backend *cuda_open(int device, char *error, size_t cap);
+void cuda_close(struct backend *);
+const struct backend_ops *cuda_backend_ops(void);
+#endif
 
 #endif
