@@ -175,6 +175,344 @@ TEST(Cuda, MatmulInAllOrders) {
     });
 }
 
+// ---- rows
+
+TEST(Cuda, Embed) {
+    cuda_random rnd(5);
+    for (const format &f : formats) {
+        cuda_test t;
+        const int n = f.block == 1 ? 77 : 3 * f.block, n_vocab = 13, n_rows = 7;
+        const vector<uint8_t> w = cuda_weights_of(f.type, int64_t(n) * n_vocab, rnd);
+        mat m = {};
+        m.type = f.type, m.n_in = n, m.n_out = n_vocab, m.n_mat = 1, m.row_bytes = w.size() / n_vocab;
+        const vector<int32_t> token = {0, 12, 5, 5, 1, 7, 3};
+        for (float scale : {1.0f, 1.7f}) {
+            embed_op op = {n_rows, n, f.type, scale};
+            vector<float> want(size_t(n_rows * n));
+            step st = {};
+            st.token = cuda_host(token);
+            m.data = cuda_host(w);
+            cpu_ops.embed(&t.cpu, &op, cuda_host(want), &m, &st);
+            st.token = t.put(token);
+            m.data = cuda_ops.weights(t.be, w.data(), w.size());
+            const mem y = cuda_ops.alloc(t.be, want.size() * 4);
+            cuda_ops.embed(t.be, &op, y, &m, &st);
+            EXPECT_EQ(cuda_differ(t.get<float>(y, want.size()), want), -1) << f.name;
+        }
+    }
+    cuda_test t; // a token that is not in the vocabulary
+    const vector<float> w(8, 1.0f);
+    mat m = {};
+    m.type = TYPE_F32, m.n_in = 4, m.n_out = 2, m.n_mat = 1, m.row_bytes = 16, m.data = t.put(w);
+    step st = {};
+    st.token = t.put(vector<int32_t>{1, 2, -1});
+    const mem y = cuda_ops.alloc(t.be, 48);
+    const embed_op op = {3, 4, TYPE_F32, 1.0f};
+    cuda_ops.embed(t.be, &op, y, &m, &st);
+    const vector<float> got = t.get<float>(y, 12);
+    EXPECT_EQ(got[3], 1.0f);
+    EXPECT_TRUE(std::isnan(got[4]) && std::isnan(got[11]));
+}
+
+TEST(Cuda, RowsAddGlu) {
+    cuda_random rnd(6);
+    for (int n : {1, 255, 256, 300})
+        for (int n_rows : {1, 2, 7, 33}) {
+            cuda_test t;
+            const vector<float> x = rnd.row(size_t(n_rows * n), 3.0f), y0 = rnd.row(size_t(n_rows * n), 3.0f);
+            vector<int32_t> from;
+            for (int i = 0; i < n_rows; i++)
+                from.push_back(rnd.range(0, n_rows - 1));
+            step st = {};
+            st.out_row = cuda_host(from);
+            vector<float> want = y0;
+            const rows_op ro = {n_rows, n};
+            cpu_ops.rows(&t.cpu, &ro, cuda_host(want), cuda_host(x), &st);
+            const mem dx = t.put(x);
+            mem y = t.put(y0);
+            st.out_row = t.put(from);
+            cuda_ops.rows(t.be, &ro, y, dx, &st);
+            EXPECT_EQ(cuda_differ(t.get<float>(y, want.size()), want), -1);
+
+            const add_op ao = {n_rows, n};
+            cpu_ops.add(&t.cpu, &ao, cuda_host(want), cuda_host(x));
+            cuda_ops.add(t.be, &ao, y, dx);
+            EXPECT_EQ(cuda_differ(t.get<float>(y, want.size()), want), -1);
+
+            for (int kind = 0; kind < 3; kind++)
+                for (float clamp : {0.0f, 1.5f}) {
+                    glu_op go = {};
+                    go.n_rows = n_rows, go.n = n, go.kind = kind, go.ld_gate = go.ld_up = go.ld_y = n;
+                    go.clamp_gate = clamp, go.clamp_up = clamp;
+                    want = y0;
+                    cpu_ops.glu(&t.cpu, &go, cuda_host(want), cuda_host(want), cuda_host(x));
+                    y = t.put(y0);
+                    cuda_ops.glu(t.be, &go, y, y, dx);
+                    EXPECT_EQ(cuda_differ(t.get<float>(y, want.size()), want), -1) << "kind " << kind;
+                }
+        }
+}
+
+TEST(Cuda, Norm) {
+    cuda_each_order([] {
+        cuda_random rnd(7);
+        for (int n : {1, 8, 33, 512, 513, 2048, 3001})
+            for (int n_part : {1, 3})
+                for (int kind = 0; kind < 3; kind++) {
+                    cuda_test t;
+                    const int n_rows = n < 100 ? 7 : 2, ld = n_part * n + 5;
+                    const vector<float> x = rnd.row(size_t(n_rows * ld), 4.0f), w = rnd.row(size_t(n));
+                    norm_op op = {n_rows, n_part, n, ld, ld, kind, 1e-5f};
+                    vector<float> want = x;
+                    cpu_ops.norm(&t.cpu, &op, cuda_host(want), cuda_host(want), cuda_host(w));
+                    const mem y = t.put(x);
+                    cuda_ops.norm(t.be, &op, y, y, t.put(w));
+                    EXPECT_LT(cuda_error_of(t.get<float>(y, want.size()), want), 1e-12) << n << " kind " << kind;
+                }
+    });
+}
+
+TEST(Cuda, Rope) {
+    cuda_random rnd(8);
+    for (int n_rot : {2, 8, 24})
+        for (int flags = 0; flags < 4; flags++) {
+            cuda_test t;
+            const int n_rows = 5, dim = 26, first = n_rot < 24 ? 2 : 0, heads = 23, heads_kv = 3;
+            rope_op op = {n_rows, heads, dim, first, n_rot, flags & 1, flags / 2, 1, heads * dim + 3};
+            const vector<float> q = rnd.row(size_t(n_rows * op.ld_x)), k = rnd.row(size_t(n_rows * heads_kv * dim));
+            const vector<float> rotary = rnd.row(size_t(n_rows * n_rot));
+            vector<float> want_q = q, want_k = k;
+            step st = {};
+            st.rotary[1] = cuda_host(rotary);
+            cpu_ops.rope(&t.cpu, &op, cuda_host(want_q), &st);
+            st.rotary[1] = t.put(rotary);
+            const mem dq = t.put(q), dk = t.put(k);
+            cuda_ops.rope(t.be, &op, dq, &st);
+            op.n_head = heads_kv, op.ld_x = heads_kv * dim;
+            cuda_ops.rope(t.be, &op, dk, &st); // joins the launch before
+            st.rotary[1] = cuda_host(rotary);
+            cpu_ops.rope(&t.cpu, &op, cuda_host(want_k), &st);
+            EXPECT_EQ(cuda_differ(t.get<float>(dq, want_q.size()), want_q), -1);
+            EXPECT_EQ(cuda_differ(t.get<float>(dk, want_k.size()), want_k), -1);
+        }
+}
+
+// ---- the cache and attention
+
+struct cuda_attention {
+    int n_head = 2, n_head_kv = 1, dim_k = 16, dim_v = 16, window = 0, type = TYPE_F16;
+    bool shared = false, sinks = false;
+    float softcap = 0;
+    vector<int> lengths = {1};        // cached tokens of each sequence
+    vector<std::pair<int, int>> rows; // sequence, position
+};
+
+// Fills a cache through both kv_puts, which must leave the same bytes, and attends through both.
+void cuda_check_attend(const cuda_attention &c, uint64_t seed) {
+    cuda_random rnd(seed);
+    cuda_test t;
+    int table_len = 0, n_page = 0, n_token = 0;
+    for (int n : c.lengths) {
+        table_len = std::max(table_len, (n + PAGE_TOKENS - 1) / PAGE_TOKENS);
+        n_page += (n + PAGE_TOKENS - 1) / PAGE_TOKENS, n_token += n;
+    }
+    vector<int32_t> table(c.lengths.size() * size_t(table_len), INT32_MAX), pos, seq;
+    for (size_t s = 0, next = size_t(n_page); s < c.lengths.size(); s++)
+        for (int i = 0; i < c.lengths[s]; i++) {
+            if (i % PAGE_TOKENS == 0)
+                table[s * size_t(table_len) + size_t(i / PAGE_TOKENS)] = int32_t(--next);
+            pos.push_back(i), seq.push_back(int32_t(s));
+        }
+    const auto row_of = [&](int dim) {
+        return c.type == TYPE_F16 ? uint64_t(dim) * 2 : uint64_t((dim + 31) / 32) * 34;
+    };
+    seg sg = {};
+    sg.type = c.type, sg.ratio = 1, sg.k_row_bytes = row_of(c.dim_k), sg.v_row_bytes = row_of(c.dim_v);
+    sg.k_offset = 64, sg.v_offset = sg.k_offset + PAGE_TOKENS * sg.k_row_bytes * uint64_t(c.n_head_kv);
+    sg.page_bytes = sg.v_offset + (c.shared ? 0 : PAGE_TOKENS * sg.v_row_bytes * uint64_t(c.n_head_kv));
+    vector<uint8_t> pool(size_t(n_page) * sg.page_bytes, 0xff); // NaN where nothing is put
+    const vector<uint8_t> nan = pool;
+    const vector<float> k = rnd.row(size_t(n_token * c.n_head_kv * c.dim_k), 2.0f);
+    const vector<float> v = rnd.row(size_t(n_token * c.n_head_kv * c.dim_v), 2.0f);
+    kv_put_op put = {};
+    put.n_rows = n_token, put.n_head_kv = c.n_head_kv, put.dim_k = c.dim_k, put.dim_v = c.dim_v, put.type = c.type;
+    put.shared = c.shared, put.ld_k = c.n_head_kv * c.dim_k, put.ld_v = c.n_head_kv * c.dim_v;
+    step st = {}, dst = {};
+    st.pos = cuda_host(pos), st.seq = cuda_host(seq), st.table[0] = cuda_host(table), st.table_len = table_len;
+    dst.pos = t.put(pos), dst.seq = t.put(seq), dst.table[0] = t.put(table), dst.table_len = table_len;
+    sg.pool = cuda_host(pool);
+    cpu_ops.kv_put(&t.cpu, &put, &sg, cuda_host(k), cuda_host(v), &st);
+    sg.pool = t.put(nan);
+    cuda_ops.kv_put(t.be, &put, &sg, t.put(k), t.put(v), &dst);
+    ASSERT_EQ(t.get<uint8_t>(sg.pool, pool.size()), pool);
+
+    const int n_rows = int(c.rows.size());
+    attend_op op = {};
+    op.n_rows = n_rows, op.n_head = c.n_head, op.n_head_kv = c.n_head_kv, op.dim_k = c.dim_k, op.dim_v = c.dim_v;
+    op.n_seg = 1, op.window = c.window, op.has_sinks = c.sinks, op.shared = c.shared, op.scale = 0.37f;
+    op.softcap = c.softcap, op.ld_q = c.n_head * c.dim_k + 3, op.ld_y = c.n_head * c.dim_v;
+    for (op.bucket = PAGE_TOKENS; op.bucket < table_len * PAGE_TOKENS;)
+        op.bucket *= 2;
+    const vector<float> q = rnd.row(size_t(n_rows * op.ld_q), 2.0f), sinks = rnd.row(size_t(c.n_head), 3.0f);
+    vector<int32_t> rpos, rseq;
+    for (auto [s, p] : c.rows)
+        rseq.push_back(s), rpos.push_back(p);
+    vector<float> want(size_t(n_rows * op.ld_y));
+    st.pos = cuda_host(rpos), st.seq = cuda_host(rseq);
+    seg segs[2] = {sg, {}};
+    segs[0].pool = cuda_host(pool);
+    cpu_ops.attend(&t.cpu, &op, cuda_host(want), cuda_host(q), segs, cuda_host(sinks), &st);
+    segs[0].pool = sg.pool;
+    const mem y = cuda_ops.alloc(t.be, want.size() * 4), dq = t.put(q), ds = t.put(sinks);
+    dst.pos = t.put(rpos), dst.seq = t.put(rseq);
+    EXPECT_EQ(cuda_ops.reserve(t.be, cuda_ops.attend_scratch(t.be, &op, segs, op.bucket)), 0);
+    cuda_ops.attend(t.be, &op, y, dq, segs, ds, &dst);
+    const vector<float> got = t.get<float>(y, want.size());
+    EXPECT_LT(cuda_error_of(got, want), 1e-10);
+
+    // Row by row, with a larger bucket: the same bits, whatever splits are computed apart.
+    op.n_rows = 1, op.bucket *= 2;
+    const mem one = cuda_ops.alloc(t.be, want.size() * 4);
+    for (int r = 0; r < n_rows; r++) {
+        step row = dst;
+        row.pos.offset += uint64_t(r) * 4, row.seq.offset += uint64_t(r) * 4;
+        mem yr = one, qr = dq;
+        yr.offset += uint64_t(r * op.ld_y) * 4, qr.offset += uint64_t(r * op.ld_q) * 4;
+        cuda_ops.attend(t.be, &op, yr, qr, segs, ds, &row);
+    }
+    EXPECT_EQ(cuda_differ(t.get<float>(one, want.size()), got), -1);
+}
+
+TEST(Cuda, Attend) {
+    uint64_t seed = 100;
+    for (int type : {TYPE_F16, TYPE_Q8_0}) {
+        cuda_attention c;
+        c.type = type;
+        c.rows = {{0, 0}};
+        cuda_check_attend(c, seed++);
+        c.n_head = 6, c.n_head_kv = 2, c.dim_k = 20, c.dim_v = 12, c.lengths = {129, 33}; // rows that are not aligned
+        c.rows = {{0, 128}, {0, 127}, {1, 0}, {1, 32}, {0, 5}};
+        cuda_check_attend(c, seed++);
+        c.n_head = 4, c.n_head_kv = 1, c.dim_k = 64, c.dim_v = 48, c.lengths = {700}, c.rows.clear();
+        for (int i = 667; i < 700; i++)
+            c.rows.push_back({0, i});
+        c.window = 200, c.softcap = 5.0f, c.sinks = true;
+        cuda_check_attend(c, seed++);
+        c.window = 0, c.shared = true, c.rows = {{0, 699}, {0, 256}}, c.softcap = 0;
+        cuda_check_attend(c, seed++);
+        c.n_head = c.n_head_kv = 3, c.dim_k = c.dim_v = 128, c.shared = c.sinks = false, c.lengths = {513, 2, 300};
+        c.rows = {{0, 512}, {1, 1}, {2, 299}, {2, 255}};
+        cuda_check_attend(c, seed++);
+        c.n_head = 1, c.n_head_kv = 1, c.dim_k = 576, c.dim_v = 520, c.lengths = {40}, c.rows = {{0, 39}, {0, 3}};
+        cuda_check_attend(c, seed++);
+    }
+}
+
+TEST(Cuda, AttendInAllOrders) {
+    cuda_each_order([] {
+        cuda_attention c;
+        c.n_head = 4, c.n_head_kv = 2, c.dim_k = c.dim_v = 32, c.lengths = {300, 20};
+        for (int type : {TYPE_F16, TYPE_Q8_0})
+            for (bool many : {false, true}) {
+                c.type = type, c.window = many ? 100 : 0;
+                c.rows = {{0, 299}, {1, 19}};
+                for (int i = 0; many && i < 8; i++)
+                    c.rows.push_back({0, 280 + i});
+                cuda_check_attend(c, 9);
+            }
+    });
+}
+
+// ---- whole models
+//
+// A model whose operations go to the device, while its `backend` stays the CPU's, which the API asks about itself.
+
+backend *cuda_model_backend;
+template <auto SLOT> struct cuda_via;
+template <class R, class... A, R (*backend_ops::*SLOT)(backend *, A...)> struct cuda_via<SLOT> {
+    static R call(backend *, A... a) { return (cuda_ops.*SLOT)(cuda_model_backend, a...); }
+};
+#define CUDA_VIA(slot) cuda_via<&backend_ops::slot>::call
+
+const backend_ops &cuda_model_ops() {
+    static const backend_ops ops = [] {
+        backend_ops o = {};
+        o.alloc = CUDA_VIA(alloc), o.grow = CUDA_VIA(grow), o.free = CUDA_VIA(free), o.weights = CUDA_VIA(weights);
+        o.put = CUDA_VIA(put), o.get = CUDA_VIA(get), o.copy = CUDA_VIA(copy);
+        o.matmul_scratch = CUDA_VIA(matmul_scratch), o.attend_scratch = CUDA_VIA(attend_scratch);
+        o.reserve = CUDA_VIA(reserve), o.allocated = CUDA_VIA(allocated), o.sync = CUDA_VIA(sync);
+        o.embed = CUDA_VIA(embed), o.rows = CUDA_VIA(rows), o.norm = CUDA_VIA(norm), o.matmul = CUDA_VIA(matmul);
+        o.rope = CUDA_VIA(rope), o.kv_put = CUDA_VIA(kv_put), o.attend = CUDA_VIA(attend), o.glu = CUDA_VIA(glu);
+        o.add = CUDA_VIA(add);
+        return o;
+    }();
+    return ops;
+}
+
+struct cuda_model {
+    std::unique_ptr<engine_model> m;
+    explicit cuda_model(const std::string &path) {
+        char error[256] = "";
+        cuda_model_backend = cuda_open(0, error, sizeof error);
+        EXPECT_TRUE(cuda_model_backend) << error;
+        model_file file = open_model_file(path.c_str(), false);
+        vocab voc = load_vocab(file);
+        m.reset(new engine_model(std::move(file), std::move(voc), 1, &cuda_model_ops()));
+        m->w = load_weights(m->file, m->voc, m->be.get(), *m->ops);
+        for (int kind = 0; kind < N_KINDS; kind++)
+            m->f16_layout[kind] = make_page_layout(m->w, TYPE_F16, kind);
+    }
+    ~cuda_model() {
+        m.reset();
+        cuda_close(cuda_model_backend);
+        EXPECT_EQ(cusim::count.allocations, 0) << "memory that was not freed";
+    }
+};
+
+struct cuda_pick {
+    int32_t id;
+    float margin; // to the second best
+};
+cuda_pick cuda_best(const vector<float> &l) {
+    size_t best = 0;
+    for (size_t i = 1; i < l.size(); i++)
+        best = l[i] > l[best] ? i : best;
+    float second = -INFINITY;
+    for (size_t i = 0; i < l.size(); i++)
+        second = i != best ? std::max(second, l[i]) : second;
+    return {int32_t(best), l[best] - second};
+}
+
+// The CPU's greedy tokens, fed to both: the device chooses the same up to the first small margin, and its logits stay
+// near the CPU's. Returns the largest error of a step.
+double cuda_check_model(const std::string &path, int n_steps, const char *kv = nullptr) {
+    open_model cpu(path);
+    cuda_model gpu(path);
+    open_session a(cpu.m, 0, 0, kv), b(gpu.m.get(), 0, 0, kv);
+    model_ids ids = {1, 2 % cpu.m->voc.n};
+    double worst = 0;
+    for (int i = 0; i < n_steps; i++) {
+        a.sync(ids), b.sync(ids);
+        const vector<float> want = a.logits(), got = b.logits();
+        worst = std::max(worst, cuda_error_of(got, want));
+        const cuda_pick pick = cuda_best(want);
+        if (pick.margin < 0.02f)
+            return worst;
+        EXPECT_EQ(cuda_best(got).id, pick.id) << path << ", step " << i;
+        ids.push_back(pick.id);
+    }
+    return worst;
+}
+
+TEST(Cuda, Stories) {
+    NEED_SHARED(dir, "stories260K");
+    for (const char *type : {"f32", "f16", "bf16", "q8_0", "q4_0", "q5_1"}) {
+        const double e = cuda_check_model(dir + "/stories260K-" + type + ".gguf", 64);
+        printf("%s %g\n", type, e);
+        EXPECT_LT(e, 1e-6) << type;
+    }
+}
+
 } // namespace
 
 #endif
