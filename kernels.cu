@@ -416,16 +416,23 @@ template <int TYPE, int R, int C> static __global__ __launch_bounds__(VEC_WARPS 
         }
 }
 
+// What a block of the _mm kernel has in shared memory. Rows of quants are 16 bytes longer than 256, so that they start in
+// different banks.
+template <int TYPE> struct mm_space {
+    typedef traits<TYPE> T;
+    enum { NB = 256 / T::BLOCK, SUBS = T::BLOCK == 256 ? 256 / T::SUB : 1, LD = 68, MINS = T::MINS };
+    int ws[MM_ROWS][LD], xs[MM_X][LD];
+    float wd[MM_ROWS][NB], xd[MM_X][NB], wm[MM_ROWS][MINS ? NB : 1];
+    int16_t sums[MM_X][MINS ? 16 : 1];
+    signed char sc[MM_ROWS][SUBS], mn[MM_ROWS][MINS ? SUBS : 1];
+};
+
 // 64 weight rows, 32 rows of x; a thread has 4 times 2 outputs.
 template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matmul_mm(matmul_args a) {
     typedef traits<TYPE> T;
-    enum { NB = 256 / T::BLOCK, SUBS = T::BLOCK == 256 ? 256 / T::SUB : 1, LD = 68, R = 4, C = 2 };
-    __shared__ __align__(16) int ws[MM_ROWS][LD]; // quants, 16 bytes more than 256 so that rows start in other banks
-    __shared__ __align__(16) int xs[MM_X][LD];
-    __shared__ float wd[MM_ROWS][NB], wm[MM_ROWS][T::MINS ? NB : 1], xd[MM_X][NB];
-    __shared__ signed char sc[MM_ROWS][SUBS], mn[MM_ROWS][T::MINS ? SUBS : 1];
-    __shared__ int16_t sums[MM_X][T::MINS ? 16 : 1];
-
+    typedef mm_space<TYPE> S;
+    enum { NB = S::NB, SUBS = S::SUBS, R = 4, C = 2 };
+    DYN_SHARED(S, s);
     const matmul_tile tile = find_tile(a, MM_ROWS);
     const int tid = int(threadIdx.x), tx = tid & 15, ty = tid >> 4, t0 = int(blockIdx.y) * MM_X;
     const uint8_t *w = tile.m.w + int64_t(tile.group) * tile.m.n_out * tile.m.row_bytes;
@@ -441,46 +448,46 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
             q.load(w + min(tile.first + r, tile.m.n_out - 1) * tile.m.row_bytes + int64_t(b0 + b) * T::BYTES, part);
 #pragma unroll
             for (int i = 0; i < q.WORDS; i++)
-                ws[r][b * (T::BLOCK / 4) + q.word_at(part, i)] = q.w[i];
+                s->ws[r][b * (T::BLOCK / 4) + q.word_at(part, i)] = q.w[i];
             if (part == 0) {
-                wd[r][b] = q.d;
+                s->wd[r][b] = q.d;
                 if (T::MINS)
-                    wm[r][b] = q.dmin;
+                    s->wm[r][b] = q.dmin;
             }
             for (int i = 0; i < q.SUBS && T::BLOCK == 256; i++) {
-                sc[r][part * q.SUBS + i] = (signed char)(q.sc[i]);
+                s->sc[r][part * q.SUBS + i] = (signed char)(q.sc[i]);
                 if (T::MINS)
-                    mn[r][part * q.SUBS + i] = (signed char)(q.mn[i]);
+                    s->mn[r][part * q.SUBS + i] = (signed char)(q.mn[i]);
             }
         }
         for (int u = tid; u < MM_X * 16; u += MM_THREADS) {
             const int i = u & 15, t = u >> 4;
             const uint8_t *from = x + min(t0 + t, a.n_rows - 1) * a.x_stride;
             if (i * 16 < left * T::BLOCK) {
-                reinterpret_cast<int4 *>(xs[t])[i] = reinterpret_cast<const int4 *>(from + int64_t(b0) * T::BLOCK)[i];
+                reinterpret_cast<int4 *>(s->xs[t])[i] = reinterpret_cast<const int4 *>(from + int64_t(b0) * T::BLOCK)[i];
                 if (T::MINS)
-                    sums[t][i] = reinterpret_cast<const int16_t *>(from + a.act.s_at)[b0 * (T::BLOCK / 16) + i];
+                    s->sums[t][i] = reinterpret_cast<const int16_t *>(from + a.act.s_at)[b0 * (T::BLOCK / 16) + i];
             }
             if (i < left)
-                xd[t][i] = reinterpret_cast<const float *>(from + a.act.d_at)[b0 + i];
+                s->xd[t][i] = reinterpret_cast<const float *>(from + a.act.d_at)[b0 + i];
         }
         __syncthreads(); // mm: the tiles are there
 #pragma unroll 1
         for (int b = 0; b < left; b++) {
             int dot[R][C] = {}, low[R][C] = {};
 #pragma unroll
-            for (int s = 0; s < SUBS; s++) {
+            for (int i_sub = 0; i_sub < SUBS; i_sub++) {
                 enum { PER = T::BLOCK / SUBS / 16 };
                 int sub[R][C] = {};
 #pragma unroll
                 for (int i = 0; i < PER; i++) {
-                    const int at = b * (T::BLOCK / 16) + s * PER + i;
+                    const int at = b * (T::BLOCK / 16) + i_sub * PER + i;
                     int4 v[C];
                     for (int c = 0; c < C; c++)
-                        v[c] = reinterpret_cast<const int4 *>(xs[tx + c * 16])[at];
+                        v[c] = reinterpret_cast<const int4 *>(s->xs[tx + c * 16])[at];
 #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        const int4 u = reinterpret_cast<const int4 *>(ws[ty + r * 16])[at];
+                        const int4 u = reinterpret_cast<const int4 *>(s->ws[ty + r * 16])[at];
 #pragma unroll
                         for (int c = 0; c < C; c++) {
                             sub[r][c] = __dp4a(u.x, v[c].x, __dp4a(u.y, v[c].y, sub[r][c]));
@@ -492,12 +499,12 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
                 for (int c = 0; c < C; c++) {
                     int sum = 0;
                     for (int i = 0; i < PER && T::MINS; i++)
-                        sum += sums[tx + c * 16][b * (T::BLOCK / 16) + s * PER + i];
+                        sum += s->sums[tx + c * 16][b * (T::BLOCK / 16) + i_sub * PER + i];
 #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        dot[r][c] += T::BLOCK == 256 ? sc[ty + r * 16][s] * sub[r][c] : sub[r][c];
+                        dot[r][c] += T::BLOCK == 256 ? s->sc[ty + r * 16][i_sub] * sub[r][c] : sub[r][c];
                         if (T::MINS)
-                            low[r][c] += T::BLOCK == 256 ? mn[ty + r * 16][s] * sum : sum;
+                            low[r][c] += T::BLOCK == 256 ? s->mn[ty + r * 16][i_sub] * sum : sum;
                     }
                 }
             }
@@ -508,11 +515,11 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
                     for (int r = 0; r < R; r++)
 #pragma unroll
                         for (int c = 0; c < C; c++) {
-                            const float dx = xd[tx + c * 16][b];
+                            const float dx = s->xd[tx + c * 16][b];
                             float &to = p[r][c][i];
-                            to = fmaf(wd[ty + r * 16][b] * dx, float(dot[r][c]), to);
+                            to = fmaf(s->wd[ty + r * 16][b] * dx, float(dot[r][c]), to);
                             if (T::MINS) {
-                                const float m = wm[ty + r * 16][b] * dx;
+                                const float m = s->wm[ty + r * 16][b] * dx;
                                 to = fmaf(T::BLOCK == 32 ? m : -m, float(low[r][c]), to);
                             }
                         }
@@ -523,8 +530,8 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
     for (int r = 0; r < R; r++)
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const float *s = p[r][c];
-            const float v = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+            const float *f = p[r][c];
+            const float v = ((f[0] + f[4]) + (f[2] + f[6])) + ((f[1] + f[5]) + (f[3] + f[7]));
             if (tile.first + ty + r * 16 < tile.m.n_out && t0 + tx + c * 16 < a.n_rows)
                 put_result(tile.m, tile.group, tile.first + ty + r * 16, t0 + tx + c * 16, v);
         }
@@ -657,7 +664,7 @@ template <int NQ> struct attend_space {
 };
 
 // The block's query rows: NQ consecutive ones of all rows' heads of one KV head.
-template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS) void attend(attend_args a) {
+template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS, 4) void attend(attend_args a) {
     DYN_SHARED(attend_space<NQ>, w);
     const int tid = int(threadIdx.x), warp = tid >> 5, lane = tid & 31, kv = int(blockIdx.y);
     const int first = int(blockIdx.x) * NQ, n = min(int(NQ), a.n_rows * a.group - first);
@@ -718,6 +725,7 @@ template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS) 
                 for (int i0 = lo + warp * keys; i0 < hi; i0 += ATTEND_WARPS * keys) {
                     const int i = min(i0 + lane / a.lanes_k, hi - 1);
                     float s[NQ] = {};
+#pragma unroll 1
                     for (int d = lane % a.lanes_k * 8; d < dim_k; d += a.lanes_k * 8) {
                         float u[8];
                         load_row8<TYPE>(k + i * a.c.k_row_bytes, d, dim_k, u);
@@ -777,6 +785,7 @@ template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS) 
 #pragma unroll
                         for (int j = 0; j < 8; j++)
                             acc[q][j] *= w->rescale[q];
+#pragma unroll 2
                     for (int i = lo / key_groups * key_groups + kg; i < hi; i += key_groups) {
                         if (i < lo)
                             continue;
@@ -1398,23 +1407,24 @@ static uint64_t cuda_matmul_scratch(backend *, const matmul_op *op, const mat *w
 struct matmul_choice {
     void (*kernel)(matmul_args);
     int rows, n_x, threads;
+    uint64_t shared;
 };
 
 template <int TYPE> static matmul_choice choose_matmul(int n_rows) {
     if constexpr (traits<TYPE>::BLOCK == 1) {
         if (n_rows == 1)
-            return {matmul_floats<TYPE, 1, 1>, VEC_WARPS * 2, 1, VEC_WARPS * 32};
+            return {matmul_floats<TYPE, 1, 1>, VEC_WARPS * 2, 1, VEC_WARPS * 32, 0};
         if (n_rows < MM_FROM)
-            return {matmul_floats<TYPE, 1, 4>, VEC_WARPS * 2, 4, VEC_WARPS * 32};
-        return {matmul_floats<TYPE, 4, 4>, VEC_WARPS * 8, 4, VEC_WARPS * 32};
+            return {matmul_floats<TYPE, 1, 4>, VEC_WARPS * 2, 4, VEC_WARPS * 32, 0};
+        return {matmul_floats<TYPE, 4, 4>, VEC_WARPS * 8, 4, VEC_WARPS * 32, 0};
     } else {
         if (n_rows == 1)
-            return {matmul_vec<TYPE, 1>, VEC_WARPS, 1, VEC_WARPS * 32};
+            return {matmul_vec<TYPE, 1>, VEC_WARPS, 1, VEC_WARPS * 32, 0};
         if (n_rows <= 4)
-            return {matmul_vec<TYPE, 4>, VEC_WARPS, 4, VEC_WARPS * 32};
+            return {matmul_vec<TYPE, 4>, VEC_WARPS, 4, VEC_WARPS * 32, 0};
         if (n_rows < MM_FROM)
-            return {matmul_vec<TYPE, 8>, VEC_WARPS, 8, VEC_WARPS * 32};
-        return {matmul_mm<TYPE>, MM_ROWS, MM_X, MM_THREADS};
+            return {matmul_vec<TYPE, 8>, VEC_WARPS, 8, VEC_WARPS * 32, 0};
+        return {matmul_mm<TYPE>, MM_ROWS, MM_X, MM_THREADS, sizeof(mm_space<TYPE>)};
     }
 }
 
@@ -1492,7 +1502,7 @@ static void cuda_matmul(backend *b, const matmul_op *op, mem y, const mat *w, me
             return;
         }
     }
-    append(be, "matmul", c.kernel, dim3(tiles, blocks(op->n_rows, c.n_x)), c.threads, a);
+    append(be, "matmul", c.kernel, dim3(tiles, blocks(op->n_rows, c.n_x)), c.threads, a, c.shared);
     if (private_y)
         be->open_matmul = be->n_list - 1;
     else
