@@ -75,6 +75,9 @@ template <int N> DEVICE void load_words(const uint8_t *p, int *w) {
     }
 }
 
+// a - b in each byte, for bytes below 128, without borrowing from the next.
+DEVICE int byte_minus(int a, int b) { return int(((uint32_t(a) | 0x80808080u) - uint32_t(b)) ^ 0x80808080u); }
+
 // e^x as the CPU backend computes it.
 DEVICE float exact_exp(float x) {
     const float round = 12582912.0f;
@@ -111,7 +114,7 @@ DEVICE float exact_tanh(float x) {
 //
 // Float weights: sixteen lanes hold the sixteen partial sums, each for a tile of outputs.
 
-enum { VEC_WARPS = 4, MM_ROWS = 64, MM_X = 32, MM_THREADS = 256, MM_FROM = 9, MAX_ITEMS = 3 };
+enum { VEC_WARPS = 4, MM_ROWS = 64, MM_X = 32, MM_THREADS = 512, MM_FROM = 9, MAX_ITEMS = 3 };
 
 // A row of activations: int8 [n_in], float dx [n_block], int16 sums of 16 values each [n_in / 16].
 struct act_layout {
@@ -190,12 +193,12 @@ template <int TYPE> struct quarter {
         } else if constexpr (TYPE == TYPE_Q4_0) {
             int v;
             load_words<1>(at + 2 + part * 4, &v);
-            for (int i = 0; i < 2; i++) // n - 8 in each byte, without borrowing from the next
-                w[i] = ((((v >> (i * 4)) & 0x0f0f0f0f) | int(0x80808080)) - 0x08080808) ^ int(0x80808080);
+            for (int i = 0; i < 2; i++)
+                w[i] = byte_minus(v >> (i * 4) & 0x0f0f0f0f, 0x08080808);
             d = half_at(at);
-        } else if constexpr (TYPE == TYPE_Q4_K) {
+        } else if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
             const uint4 head = __ldg(reinterpret_cast<const uint4 *>(at)); // d, dmin, twelve bytes of scales and minima
-            const uint4 *q = reinterpret_cast<const uint4 *>(at + 16 + part * 32);
+            const uint4 *q = reinterpret_cast<const uint4 *>(at + (TYPE == TYPE_Q4_K ? 16 : 48) + part * 32);
             const uint4 v[2] = {__ldg(q), __ldg(q + 1)};
             const uint32_t n[8] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w};
 #pragma unroll
@@ -203,19 +206,44 @@ template <int TYPE> struct quarter {
                 w[i] = int(n[i] & 0x0f0f0f0fu);
                 w[i + 8] = int(n[i] >> 4 & 0x0f0f0f0fu);
             }
+            if constexpr (TYPE == TYPE_Q5_K) {
+                const uint4 *fifth = reinterpret_cast<const uint4 *>(at + 16);
+                const uint4 f[2] = {__ldg(fifth), __ldg(fifth + 1)};
+                const uint32_t m[8] = {f[0].x, f[0].y, f[0].z, f[0].w, f[1].x, f[1].y, f[1].z, f[1].w};
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    w[i] |= int((m[i] >> (part * 2) & 0x01010101u) << 4);
+                    w[i + 8] |= int((m[i] >> (part * 2 + 1) & 0x01010101u) << 4);
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int at_bit = (part & 1) * 16 + i * 8;
+                const int bit = (part & 1) * 16 + i * 8;
                 if (part < 2) {
-                    sc[i] = int(head.y >> at_bit & 63u);
-                    mn[i] = int(head.z >> at_bit & 63u);
+                    sc[i] = int(head.y >> bit & 63u);
+                    mn[i] = int(head.z >> bit & 63u);
                 } else {
-                    sc[i] = int((head.w >> at_bit & 15u) | (head.y >> at_bit >> 6 & 3u) << 4);
-                    mn[i] = int((head.w >> at_bit >> 4 & 15u) | (head.z >> at_bit >> 6 & 3u) << 4);
+                    sc[i] = int((head.w >> bit & 15u) | (head.y >> bit >> 6 & 3u) << 4);
+                    mn[i] = int((head.w >> bit >> 4 & 15u) | (head.z >> bit >> 6 & 3u) << 4);
                 }
             }
             d = __half2float(__ushort_as_half(uint16_t(head.x)));
             dmin = __half2float(__ushort_as_half(uint16_t(head.x >> 16)));
+        } else if constexpr (TYPE == TYPE_Q6_K) {
+            const int odd = part & 1, half = part >> 1;
+            int two[8], scales;
+            load_words<16>(at + half * 64, w);
+            load_words<8>(at + 128 + half * 32, two);
+            load_words<1>(at + 192 + part * 4, &scales);
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const uint32_t high = uint32_t(two[i & 7]) >> (odd * 4 + (i >> 3) * 2) & 0x03030303u;
+                w[i] = byte_minus(int((uint32_t(w[i]) >> (odd * 4) & 0x0f0f0f0fu) | high << 4), 0x20202020);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sc[i] = (signed char)(scales >> (i * 8));
+            d = half_at(at + 208);
         } else { // any other format, through the shared text
 #pragma unroll
             for (int i = 0; i < WORDS; i++) {
@@ -427,11 +455,11 @@ template <int TYPE> struct mm_space {
     signed char sc[MM_ROWS][SUBS], mn[MM_ROWS][MINS ? SUBS : 1];
 };
 
-// 64 weight rows, 32 rows of x; a thread has 4 times 2 outputs.
-template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matmul_mm(matmul_args a) {
+// 64 weight rows, 32 rows of x; a thread has 2 times 2 outputs.
+template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 1) void matmul_mm(matmul_args a) {
     typedef traits<TYPE> T;
     typedef mm_space<TYPE> S;
-    enum { NB = S::NB, SUBS = S::SUBS, R = 4, C = 2 };
+    enum { NB = S::NB, SUBS = S::SUBS, R = 2, C = 2, STEP = MM_ROWS / R };
     DYN_SHARED(S, s);
     const matmul_tile tile = find_tile(a, MM_ROWS);
     const int tid = int(threadIdx.x), tx = tid & 15, ty = tid >> 4, t0 = int(blockIdx.y) * MM_X;
@@ -472,8 +500,10 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
                 s->xd[t][i] = reinterpret_cast<const float *>(from + a.act.d_at)[b0 + i];
         }
         __syncthreads(); // mm: the tiles are there
-#pragma unroll 1
-        for (int b = 0; b < left; b++) {
+#pragma unroll
+        for (int b = 0; b < NB; b++) {
+            if (b >= left)
+                break;
             int dot[R][C] = {}, low[R][C] = {};
 #pragma unroll
             for (int i_sub = 0; i_sub < SUBS; i_sub++) {
@@ -487,7 +517,7 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
                         v[c] = reinterpret_cast<const int4 *>(s->xs[tx + c * 16])[at];
 #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        const int4 u = reinterpret_cast<const int4 *>(s->ws[ty + r * 16])[at];
+                        const int4 u = reinterpret_cast<const int4 *>(s->ws[ty + r * STEP])[at];
 #pragma unroll
                         for (int c = 0; c < C; c++) {
                             sub[r][c] = __dp4a(u.x, v[c].x, __dp4a(u.y, v[c].y, sub[r][c]));
@@ -502,27 +532,33 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
                         sum += s->sums[tx + c * 16][b * (T::BLOCK / 16) + i_sub * PER + i];
 #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        dot[r][c] += T::BLOCK == 256 ? s->sc[ty + r * 16][i_sub] * sub[r][c] : sub[r][c];
+                        dot[r][c] += T::BLOCK == 256 ? s->sc[ty + r * STEP][i_sub] * sub[r][c] : sub[r][c];
                         if (T::MINS)
-                            low[r][c] += T::BLOCK == 256 ? s->mn[ty + r * 16][i_sub] * sum : sum;
+                            low[r][c] += T::BLOCK == 256 ? s->mn[ty + r * STEP][i_sub] * sum : sum;
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 8; i++) // a register must be known when compiling
-                if (i == ((b0 + b) & 7))
+            for (int r = 0; r < R; r++)
 #pragma unroll
-                    for (int r = 0; r < R; r++)
+                for (int c = 0; c < C; c++) {
+                    // Which register is known when compiling: where tiles are one block, the partial sums move on.
+                    float *f = p[r][c], v = f[NB == 8 ? b : 0];
+                    const float dx = s->xd[tx + c * 16][b];
+                    v = fmaf(s->wd[ty + r * STEP][b] * dx, float(dot[r][c]), v);
+                    if (T::MINS) {
+                        const float m = s->wm[ty + r * STEP][b] * dx;
+                        v = fmaf(T::BLOCK == 32 ? m : -m, float(low[r][c]), v);
+                    }
+                    if (NB == 8) {
+                        f[b] = v;
+                    } else {
 #pragma unroll
-                        for (int c = 0; c < C; c++) {
-                            const float dx = s->xd[tx + c * 16][b];
-                            float &to = p[r][c][i];
-                            to = fmaf(s->wd[ty + r * 16][b] * dx, float(dot[r][c]), to);
-                            if (T::MINS) {
-                                const float m = s->wm[ty + r * 16][b] * dx;
-                                to = fmaf(T::BLOCK == 32 ? m : -m, float(low[r][c]), to);
-                            }
-                        }
+                        for (int i = 0; i < 7; i++)
+                            f[i] = f[i + 1];
+                        f[7] = v;
+                    }
+                }
         }
         __syncthreads(); // mm: the tiles may be written again
     }
@@ -530,10 +566,17 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 2) void matm
     for (int r = 0; r < R; r++)
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const float *f = p[r][c];
+            float *f = p[r][c];
+            for (int n = a.act.n_block; NB == 1 && n % 8 != 0; n++) { // the first one back to its place
+                const float first = f[0];
+#pragma unroll
+                for (int i = 0; i < 7; i++)
+                    f[i] = f[i + 1];
+                f[7] = first;
+            }
             const float v = ((f[0] + f[4]) + (f[2] + f[6])) + ((f[1] + f[5]) + (f[3] + f[7]));
-            if (tile.first + ty + r * 16 < tile.m.n_out && t0 + tx + c * 16 < a.n_rows)
-                put_result(tile.m, tile.group, tile.first + ty + r * 16, t0 + tx + c * 16, v);
+            if (tile.first + ty + r * STEP < tile.m.n_out && t0 + tx + c * 16 < a.n_rows)
+                put_result(tile.m, tile.group, tile.first + ty + r * STEP, t0 + tx + c * 16, v);
         }
 }
 

@@ -492,7 +492,7 @@ void cuda_check_model(const std::string &path, int n_steps, double tolerance, co
     open_session a(cpu.m, 0, 0, kv), b(gpu.m.get(), 0, 0, kv);
     model_ids ids = {1, 2 % cpu.m->voc.n};
     int clear = 0;
-    const long launches = cusim::count.launches, graphs = cusim::count.graph_launches;
+    const long graphs = cusim::count.graph_launches;
     for (int i = 0; i < n_steps; i++) {
         a.sync(ids), b.sync(ids);
         const vector<float> want = a.logits(), got = b.logits();
@@ -507,7 +507,6 @@ void cuda_check_model(const std::string &path, int n_steps, double tolerance, co
     EXPECT_GE(clear, n_steps * 3 / 4);
     // Two places for the hidden state take turns, each with its graph: a step is one graph, and then the head.
     EXPECT_GE(cusim::count.graph_launches - graphs, n_steps - 6);
-    (void)launches;
 }
 
 TEST(Cuda, Stories) {
@@ -516,6 +515,193 @@ TEST(Cuda, Stories) {
         cuda_check_model(dir + "/stories260K-" + type + ".gguf", 64, *type == 'f' ? 1e-6 : 1e-3);
     for (const char *type : {"f32", "bf16", "q5_1"})
         cuda_check_model(dir + "/stories260K-" + type + ".gguf", 8, *type != 'q' ? 1e-6 : 1e-3);
+}
+
+TEST(Cuda, TinyChat) {
+    NEED_SHARED(dir, "tiny-chat");
+    cuda_check_model(dir + "/tiny-chat-q4_k_m.gguf", 6, 1e-3);
+}
+
+// What the issue asks for in full: minutes.
+TEST(Cuda, WholeModelsLong) {
+    if (!test::long_tests())
+        GTEST_SKIP() << "[long] minutes of simulation";
+    NEED_SHARED(dir, "tiny-chat");
+    for (const char *type : {"f16", "q8_0", "q4_k_m", "q4_0"})
+        cuda_check_model(dir + "/tiny-chat-" + type + ".gguf", 64, *type == 'f' ? 1e-6 : 1e-3);
+}
+
+// The same logits whatever the chunk, whether rows are stored exactly or not, in a second session, after a rewind, and
+// for the rows of two sessions in one step.
+TEST(Cuda, SameBitsWhateverTheChunk) {
+    NEED_SHARED(dir, "stories260K");
+    for (const char *type : {"q8_0", "f16"})
+        for (const char *kv : {"f16", "q8_0"}) {
+            cuda_model m(dir + "/stories260K-" + type + ".gguf");
+            const model_ids ids = model_prompt(131, m.m->voc.n);
+            vector<float> want;
+            for (int chunk : {129, 128, 127, 3}) {
+                open_session s(m.m.get(), 0, chunk, kv);
+                s.sync(ids);
+                const vector<float> got = s.logits();
+                want = want.empty() ? got : want;
+                EXPECT_EQ(cuda_differ(got, want), -1) << type << ", cache " << kv << ", chunk " << chunk;
+            }
+            open_session a(m.m.get(), 0, 0, kv), b(m.m.get(), 0, 0, kv);
+            model_ids begin(ids.begin(), ids.end() - 1), other(ids.begin() + 40, ids.begin() + 60);
+            a.sync(begin), b.sync(other);
+            a.sync(ids);
+            EXPECT_EQ(cuda_differ(a.logits(), want), -1) << type << ", decoded";
+        }
+}
+
+// Pages move between the backends: a session that the CPU saved goes on on the device, and the other way round.
+TEST(Cuda, SessionsLoadOnTheOtherBackend) {
+    NEED_SHARED(dir, "stories260K");
+    const std::string path = dir + "/stories260K-q4_0.gguf";
+    test::temp_dir tmp;
+    const model_ids ids = model_prompt(140, 512);
+    model_ids more = ids;
+    more.push_back(7);
+    open_model cpu(path);
+    cuda_model gpu(path);
+    engine_model *const models[] = {cpu.m, gpu.m.get()};
+    for (int from = 0; from < 2; from++) {
+        engine_error err = {};
+        const std::string file = tmp / ("session" + std::to_string(from));
+        open_session a(models[from]), b(models[1 - from]);
+        a.sync(ids);
+        ASSERT_EQ(engine_save(a.s, file.c_str(), &err), 0) << err.msg;
+        ASSERT_GE(engine_load(b.s, file.c_str(), &err), 0) << err.msg;
+        a.sync(more);
+        EXPECT_GE(b.sync(more), 128) << "the pages were not used";
+        EXPECT_LT(cuda_error_of(b.logits(), a.logits()), 1e-3);
+    }
+}
+
+// ---- graphs, launches, failures
+
+// A decode step of stories260K: how many launches, and that steps are graphs.
+TEST(Cuda, StepsAreGraphs) {
+    NEED_SHARED(dir, "stories260K");
+    cuda_model m(dir + "/stories260K-q8_0.gguf");
+    open_session s(m.m.get());
+    s.sync({1});
+    s.greedy(6); // both places of the hidden state have had their second turn
+    const cusim::counters before = cusim::count;
+    s.greedy(5);
+    const cusim::counters after = cusim::count;
+    EXPECT_EQ(after.captures, before.captures);
+    EXPECT_EQ(after.launches, before.launches); // none outside the graph
+    EXPECT_EQ(after.graph_launches - before.graph_launches, 4);
+    EXPECT_EQ(after.syncs - before.syncs, 8);
+}
+
+TEST(Cuda, FailedAllocationsAreClear) {
+    NEED_SHARED(dir, "stories260K");
+    const std::string path = dir + "/stories260K-q8_0.gguf";
+    bool worked = false;
+    int n = 1;
+    for (; !worked && n < 400; n += n < 40 ? 13 : 1) {
+        char error[256] = "";
+        cuda_model_backend = cuda_open(0, error, sizeof error);
+        ASSERT_TRUE(cuda_model_backend) << error;
+        cusim::fault.alloc = n;
+        try {
+            model_file file = open_model_file(path.c_str(), false);
+            vocab voc = load_vocab(file);
+            engine_model m(std::move(file), std::move(voc), 1, &cuda_model_ops());
+            m.w = load_weights(m.file, m.voc, m.be.get(), *m.ops);
+            engine_session *s = nullptr;
+            engine_error err = {};
+            const int code = engine_session_new(&s, &m, nullptr, &err);
+            if (code) {
+                EXPECT_EQ(code, ENGINE_ENOMEM) << err.msg;
+            } else {
+                const int32_t id = 1;
+                EXPECT_GE(engine_sync(s, &id, 1, &err), 0) << err.msg;
+                worked = cusim::fault.alloc > 0;
+                engine_session_free(s);
+            }
+        } catch (const Error &e) {
+            EXPECT_EQ(e.code, ENGINE_ENOMEM);
+        }
+        cusim::fault.alloc = 0;
+        cuda_close(cuda_model_backend);
+        EXPECT_EQ(cusim::count.allocations, 0) << "after a failure at allocation " << n;
+    }
+    EXPECT_TRUE(worked);
+    EXPECT_GT(n, 40);
+}
+
+TEST(Cuda, ALostDeviceIsAnError) {
+    NEED_SHARED(dir, "stories260K");
+    cuda_model m(dir + "/stories260K-q8_0.gguf");
+    {
+        open_session s(m.m.get());
+        s.sync({1});
+        cusim::fault.launch = 20;
+        const int32_t ids[] = {1, 2, 3};
+        engine_error err = {};
+        EXPECT_LT(engine_sync(s.s, ids, 3, &err), 0);
+        EXPECT_NE(std::string(err.msg).find("CUDA"), std::string::npos) << err.msg;
+        EXPECT_LT(engine_sync(s.s, ids, 3, &err), 0) << "it is still lost";
+        cusim::fault.launch = -1; // found again, so that closing can be watched
+        EXPECT_GE(engine_sync(s.s, ids, 3, &err), 0) << err.msg;
+    }
+}
+
+TEST(Cuda, NoDeviceIsNoError) {
+    cusim::fault.no_device = 1;
+    EXPECT_EQ(cuda_devices(nullptr, 0), 0);
+    char error[256] = "";
+    EXPECT_EQ(cuda_open(0, error, sizeof error), nullptr);
+    EXPECT_NE(error[0], 0);
+    cusim::fault.no_device = 0;
+    cuda_device d[1] = {};
+    EXPECT_EQ(cuda_devices(d, 1), 1);
+    EXPECT_STREQ(d[0].name, "simulated device");
+    EXPECT_EQ(cuda_open(1, error, sizeof error), nullptr);
+}
+
+TEST(Cuda, WhatItCannotDoIsAnError) {
+    cuda_test t;
+    const vector<float> x(64);
+    mat w = {};
+    w.data = t.put(x), w.type = 99, w.n_in = 8, w.n_out = 8;
+    matmul_op op = {1, 8, 8, 1, 99, 8, 8, 0, 0};
+    cuda_ops.matmul(t.be, &op, t.put(x), &w, t.put(x), mem());
+    EXPECT_NE(t.sync().find("format"), std::string::npos);
+    attend_op a = {};
+    a.n_rows = 1, a.n_seg = 2;
+    const seg sg[2] = {};
+    const step st = {};
+    cuda_ops.attend(t.be, &a, mem(), mem(), sg, mem(), &st);
+    EXPECT_NE(t.sync().find("attend"), std::string::npos);
+    EXPECT_EQ(t.sync(), "");
+}
+
+TEST(Cuda, MemoryGrowsAndCopies) {
+    cuda_test t;
+    cuda_random rnd(3);
+    const vector<float> v = rnd.row(3000000); // more than one piece of the staging memory, and than all of it
+    const mem a = t.put(v);
+    const vector<float> zeros = t.get<float>(cuda_ops.alloc(t.be, 4000), 1000);
+    EXPECT_EQ(std::count(zeros.begin(), zeros.end(), 0.0f), 1000);
+    const uint64_t before = cuda_ops.allocated(t.be);
+    const mem b = cuda_ops.grow(t.be, a, v.size() * 4, v.size() * 4 + 4000);
+    EXPECT_EQ(cuda_ops.allocated(t.be), before + 4000);
+    const vector<float> got = t.get<float>(b, v.size() + 1000);
+    EXPECT_TRUE(std::equal(v.begin(), v.end(), got.begin()));
+    EXPECT_EQ(std::count(got.begin() + int64_t(v.size()), got.end(), 0.0f), 1000);
+    mem to = b, from = b;
+    to.offset = 400, from.offset = 4000;
+    cuda_ops.copy(t.be, to, from, 40);
+    EXPECT_EQ(t.get<float>(to, 10), vector<float>(v.begin() + 1000, v.begin() + 1010));
+    cusim::fault.alloc = 1;
+    EXPECT_EQ(cuda_ops.grow(t.be, b, v.size() * 4 + 4000, v.size() * 8).handle, nullptr);
+    EXPECT_EQ(t.get<float>(b, 3), vector<float>(v.begin(), v.begin() + 3)); // the old one is still there
+    cuda_ops.free(t.be, b);
 }
 
 } // namespace

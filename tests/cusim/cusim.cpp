@@ -416,8 +416,6 @@ void launch(const char *name, dim3 g, dim3 b, size_t shared, cudaStream_t, std::
         return;
     }
     count.launches++;
-    if (fault.launch < 0)
-        lost = cudaSuccess, fault.launch = 0;
     if (fault.launch && --fault.launch == 0)
         lost = cudaErrorLaunchFailure;
     if (lost) {
@@ -529,16 +527,16 @@ cudaError_t cudaStreamDestroy(cudaStream_t) {
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-    if (capture)
-        return failed(cudaErrorIllegalState);
+    if (capture || lost)
+        return failed(capture ? cudaErrorIllegalState : lost);
     capture = new std::deque<std::function<void()>>;
     count.captures++;
-    return lost;
+    return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph) {
     if (!capture)
         return failed(cudaErrorIllegalState);
-    *graph = new CUgraph_st{std::move(*capture)};
+    *graph = lost ? nullptr : new CUgraph_st{std::move(*capture)};
     delete capture;
     capture = nullptr;
     return lost;
@@ -577,7 +575,11 @@ cudaError_t cudaGetDeviceCount(int *n) {
     *n = fault.no_device ? 0 : 1;
     return fault.no_device ? cudaErrorInsufficientDriver : cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaSetDevice(int device) {
+    if (fault.launch < 0)
+        lost = last_error = cudaSuccess, fault.launch = 0;
+    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     memset(static_cast<void *>(p), 0, sizeof *p);
     strcpy(p->name, "simulated device");
