@@ -367,6 +367,8 @@ template <int TYPE, int C> static __global__ __launch_bounds__(VEC_WARPS * 32) v
         q.load(w + int64_t(b) * T::BYTES, part);
 #pragma unroll
         for (int c = 0; c < C; c++) {
+            if (C > 4 && T::BLOCK == 256 && c == C / 2)
+                __syncwarp(); // so that the compiler does not load all rows of x at once, for which registers are too few
             int dot = q.dot(x[c] + int64_t(b) * T::BLOCK, part), low = 0;
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 1);
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 2);
@@ -812,6 +814,7 @@ template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS, 
                             sum += e;
                         }
                     sum = warp_sum(sum);
+                    __syncwarp(); // all lanes have read the old maximum
                     if (lane == 0) {
                         const float r = q_lo < q_hi ? exact_exp(before - m) : 1.0f;
                         w->rescale[q] = r;

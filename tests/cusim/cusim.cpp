@@ -104,6 +104,8 @@ struct warp {
     lane_group group[32];
     int n_group;
     uint32_t live;
+    int generation; // of its __syncwarps
+    char sync[2];
 };
 
 static const size_t STACK = 128 * 1024;
@@ -119,7 +121,10 @@ static std::mt19937 random_lanes;
 static char order_kind = 'f'; // fwd, rev, or s: shuffled
 static const std::function<void()> *thread_body;
 static void *main_sp;
-static int live, at_barrier;
+static int live, at_barrier, generation; // of the block's barriers
+// What the thread sanitizer orders barriers by. Two take turns: who is quick may be at the next barrier before another
+// has left this one, and must not seem ordered before it.
+static char barrier_sync[2] __attribute__((unused));
 static char *shared_memory;
 static size_t shared_size;
 static const char *kernel_name = "";
@@ -165,6 +170,7 @@ static void to_main() {
 static void finish_group(warp &w, int warp_no, int i) {
     lane_group g = w.group[i];
     w.group[i] = w.group[--w.n_group];
+    w.generation += g.op == SYNCWARP;
     g.combine(g.data, g.arrived);
     for (int l = 0; l < 32; l++)
         if (g.arrived >> l & 1)
@@ -193,8 +199,9 @@ void collective(operation op, uint32_t mask, void *data, combine_fn combine) {
         fail("lanes of one mask execute different collectives: %s and %s", operation_names[op], operation_names[g.op]);
     g.arrived |= 1u << f->lane;
     g.data[f->lane] = data;
+    char *sync __attribute__((unused)) = &w.sync[w.generation & 1];
     if (op == SYNCWARP) {
-        TS(__tsan_release(&w));
+        TS(__tsan_release(sync));
     }
     f->st = IN_COLLECTIVE, f->op = op, f->mask = mask;
     if (g.arrived == (mask & w.live))
@@ -202,12 +209,13 @@ void collective(operation op, uint32_t mask, void *data, combine_fn combine) {
     while (f->st != READY)
         to_main();
     if (op == SYNCWARP) {
-        TS(__tsan_acquire(&w));
+        TS(__tsan_acquire(sync));
     }
 }
 
 static void release_barrier() {
     at_barrier = 0;
+    generation++;
     for (fiber *f : fibers)
         if (f->st == AT_BARRIER)
             f->st = READY;
@@ -216,13 +224,14 @@ static void release_barrier() {
 void barrier() {
     TS(tsan_ignore ignore);
     fiber *f = current->self;
-    TS(__tsan_release(&at_barrier));
+    char *sync __attribute__((unused)) = &barrier_sync[generation & 1];
+    TS(__tsan_release(sync));
     f->st = AT_BARRIER;
     if (++at_barrier == live)
         release_barrier();
     else
         to_main();
-    TS(__tsan_acquire(&at_barrier));
+    TS(__tsan_acquire(sync));
 }
 
 void *dynamic_shared() { return shared_memory; }
