@@ -9,7 +9,8 @@
 #
 #   config=release|debug|sanitize|tsan and CXX=clang++ choose what is built and run; each pair has its own folder in
 #   build/. Without CXX it is g++, or clang++ where that is all there is; ./engine is that compiler's release build.
-#   Further targets: deps test-long fuzz bench-models size format format-check clean
+#   cuda=yes puts the CUDA backend into ./engine, which takes nvcc some minutes.
+#   Further targets: deps test-long test-cuda-long cuda-table fuzz bench-models size format format-check clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := all
 config ?= release
@@ -57,6 +58,7 @@ LINK := -pthread -Wl,--gc-sections
 # Each is tried once, with a small link, and only for goals that use it.
 
 H := \#
+comma := ,
 try = $(shell t=$$(mktemp); printf '$(2)\n int main() { return 0; }\n' | $(CXX) -std=c++20 -x c++ - -o "$$t" $(1) >/dev/null 2>&1 && echo yes; rm -f "$$t")
 has = $(shell command -v $(1) 2>/dev/null)
 
@@ -75,6 +77,9 @@ else ifeq ($(call try,-ledit,$(EDIT_CALL)),yes)
 EDIT_LIBS := -ledit
 endif
 endif
+# nvcc, and the headers that the simulator of tests/cusim needs.
+NVCC := $(firstword $(call has,nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+CUDA_INC := $(if $(NVCC),$(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(patsubst %/bin/nvcc,%/include,$(NVCC))/cuda_runtime.h))))
 EDIT_FLAGS := $(if $(EDIT_LIBS),-DHAVE_LIBEDIT)
 
 # ---- the program and the library -------------------------------------------------------------------------------------
@@ -93,7 +98,30 @@ $(B)/engine.o: engine.cpp Makefile | $(B)
 $(B)/cli.o: cli.cpp Makefile | $(B)
 	$(CXX) $(BASE) $(OPT) $(DEPFLAGS) $(EDIT_FLAGS) $(CXXFLAGS) -c cli.cpp -o $@
 $(B)/engine: $(B)/engine.o $(B)/cli.o
-	$(CXX) $(OPT) $(LINK) $(LINK_STATIC) $(LDFLAGS) $^ -o $@ $(EDIT_LIBS)
+	$(CXX) $(OPT) $(LINK) $(LINK_STATIC) $(LDFLAGS) $^ -o $@ $(EDIT_LIBS) $(CUDA_LIBS)
+
+# cuda=yes puts the CUDA backend into the program, with the CUDA runtime; a driver is looked for when it runs.
+ifeq ($(cuda),yes)
+CUDA_OBJECT := $(B)/kernels.o
+CUDA_LIBS := -L$(patsubst %/bin/nvcc,%/lib64,$(NVCC)) -lcudart_static -ldl -lrt
+$(B)/engine: $(CUDA_OBJECT)
+endif
+# -fmad=false: a product and a sum are fused only where the source says so.
+CUDA_ARCHS ?= 75 80 86 89 90 100 120
+NVCC_FLAGS := -std=c++17 -O3 -fmad=false -Xptxas -v -Xcompiler -Wall,-Wextra,-fPIC,-fvisibility=hidden \
+    $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_75,code=compute_75
+$(B)/kernels.o: kernels.cu backend.h shaders/ops.h shaders/quants.h Makefile | $(B)
+	$(NVCC) $(NVCC_FLAGS) -c kernels.cu -o $@ 2>$(B)/kernels.log || { cat $(B)/kernels.log >&2; false; }
+	@! grep -i 'warning' $(B)/kernels.log >&2
+# Registers and memory of each kernel, as ptxas tells them; fails when one spills.
+docs/cuda-kernels.md: $(B)/kernels.o tools/cuda_table
+	@mkdir -p docs
+	@{ echo '# Registers and shared memory of the CUDA kernels'; echo; \
+	echo 'Made by `make cuda-table` from what ptxas says. Template arguments: the type of the weight or the cache rows'; \
+	echo '(shaders/quants.h), then rows of x or query rows that a block takes. Dynamic shared memory is not in it.'; echo; \
+	tools/cuda_table $(B)/kernels.log; } > $@
+.PHONY: cuda-table
+cuda-table: docs/cuda-kernels.md
 
 lib: $(B)/libengine.a $(B)/libengine.so $(B)/engine.pc
 
@@ -147,7 +175,7 @@ info:
 	@echo "json         $(if $(call try,,$(H)include <nlohmann/json.hpp>),found,absent: needed by make test)"
 	@echo "node         $(if $(call has,node),found,absent: some tests are skipped)"
 	@echo "npm packages $(if $(wildcard tests/node_modules/node-llama-cpp),found,absent: make deps)"
-	@echo "nvcc         $(if $(call has,nvcc)$(wildcard /usr/local/cuda/bin/nvcc),found,absent)"
+	@echo "nvcc         $(if $(NVCC),found$(if $(filter yes,$(cuda)),$(comma) in use),absent)"
 	@echo "glslc        $(if $(call has,glslc),found,absent)"
 	@echo "vulkan.h     $(if $(call try,,$(H)include <vulkan/vulkan.h>),found,absent)"
 
@@ -162,9 +190,9 @@ clean:
 # compiled once more, not once per suite. Two suites see the engine from outside only, and in release builds only:
 # test_cli spawns the program, test_build looks at the library, the examples and the install.
 
-OUTSIDE := tests/test_cli.cpp tests/test_build.cpp
+OUTSIDE := tests/test_cli.cpp tests/test_build.cpp tests/test_cuda.cpp
 UNIT_TESTS := $(filter-out $(OUTSIDE),$(sort $(wildcard tests/test_*.cpp)))
-OUTSIDE_TESTS := $(if $(filter release,$(config)),$(patsubst tests/%.cpp,$(B)/%,$(wildcard $(OUTSIDE))))
+OUTSIDE_TESTS := $(if $(filter release,$(config)),$(patsubst tests/%.cpp,$(B)/%,$(filter-out $(if $(CUDA_INC),,%/test_cuda.cpp),$(wildcard $(OUTSIDE)))))
 TEST_LINK := $(LINK) -lgtest -lgtest_main -ldl
 
 $(B)/unit.cpp: $(UNIT_TESTS) Makefile | $(B)
@@ -176,6 +204,33 @@ $(B)/unit: $(B)/unit.o
 	$(CXX) $(OPT) $(LDFLAGS) $^ -o $@ $(TEST_LINK)
 $(B)/test_%: tests/test_%.cpp Makefile | $(B)
 	$(CXX) $(BASE) -O1 $(filter -fsanitize% -fno-sanitize%,$(OPT)) $(DEPFLAGS) $(CXXFLAGS) $< -o $@ $(TEST_LINK)
+# test_cuda: kernels.cu as ordinary C++, on the simulator of tests/cusim. In the sanitizers' builds all of it is watched;
+# build/tsan/test_cuda_tsan is clang's, whose kernels alone are.
+SIM_FLAGS = -std=c++17 -pthread -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unknown-pragmas -isystem $(CUDA_INC) -I.
+SIM_OPT := -O1 -g1 $(filter -fsanitize% -fno-sanitize%,$(OPT))
+$(B)/cusim.o: tests/cusim/cusim.cpp Makefile | $(B)
+	$(CXX) $(SIM_FLAGS) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) -c $< -o $@
+$(B)/kernels_sim.o: kernels.cu Makefile | $(B)
+	$(CXX) $(SIM_FLAGS) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) -x c++ -c $< -o $@
+$(B)/test_cuda: tests/test_cuda.cpp $(B)/kernels_sim.o $(B)/cusim.o Makefile | $(B)
+	$(CXX) $(BASE) $(if $(CLANG),,-Wno-subobject-linkage) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) $(filter-out Makefile,$^) -o $@ $(TEST_LINK)
+build/tsan/test_cuda_outer.o: tests/test_cuda.cpp Makefile
+	@mkdir -p build/tsan
+	clang++ -std=c++20 -pthread -O1 -MMD -MP -MT $@ -MF $@.d -c $< -o $@
+build/tsan/cusim_tsan.o: tests/cusim/cusim.cpp Makefile
+	@mkdir -p build/tsan
+	clang++ $(SIM_FLAGS) -O1 -g1 -DCUSIM_TSAN -MMD -MP -MT $@ -MF $@.d -c $< -o $@
+build/tsan/test_cuda_tsan: kernels.cu build/tsan/test_cuda_outer.o build/tsan/cusim_tsan.o
+	clang++ $(SIM_FLAGS) -Wno-pass-failed -O1 -g1 -fsanitize=thread -MMD -MP -MT $@ -MF $@.d -x c++ -c $< -o build/tsan/kernels_tsan.o
+	clang++ -fsanitize=thread build/tsan/kernels_tsan.o build/tsan/test_cuda_outer.o build/tsan/cusim_tsan.o -o $@ $(TEST_LINK)
+# The operations under the address and the thread sanitizer, and copies of the kernels without a barrier.
+.PHONY: test-cuda-long
+test-cuda-long:
+	@$(MAKE) --no-print-directory config=sanitize build/sanitize/test_cuda
+	@$(MAKE) --no-print-directory build/tsan/test_cuda_tsan
+	@GTEST_FILTER='-*Long' tests/run build/sanitize/test_cuda
+	@GTEST_FILTER='*Orders:*Norm:*Embed:*Rope:*RowsAddGlu:*Attend:*Matmul*' tests/run --part build/tsan/test_cuda_tsan
+	@tests/cusim/barriers build/tsan $(CUDA_INC)
 $(B)/make_model: tools/make_model.cpp Makefile | $(B)
 	$(CXX) $(BASE) -O3 $(DEPFLAGS) $(CXXFLAGS) $< -o $@
 
@@ -190,6 +245,7 @@ test-long: deps
 	@$(MAKE) --no-print-directory -j $(shell nproc) test-binaries
 	@$(MAKE) --no-print-directory config=sanitize build/sanitize/unit
 	@ENGINE_TEST_LONG=1 ENGINE_BUILD=$(B) tests/run $(B)/unit $(OUTSIDE_TESTS) build/sanitize/unit
+	@$(if $(CUDA_INC),$(MAKE) --no-print-directory test-cuda-long)
 
 deps:
 	@tests/deps
@@ -222,10 +278,10 @@ build/models/llama-1.1b-%.gguf: $(B)/make_model
 	@mkdir -p build/models
 	$(B)/make_model $@ --preset llama-1.1b --type $*
 
-FORMATTED = $(wildcard *.cpp *.h shaders/*.h tests/*.cpp tests/*.h tests/fuzz/*.cpp tools/*.cpp examples/*.c examples/*.cpp)
+FORMATTED = $(wildcard *.cpp *.cu *.h shaders/*.h tests/*.cpp tests/*.h tests/cusim/*.cpp tests/cusim/*.h tests/fuzz/*.cpp tools/*.cpp examples/*.c examples/*.cpp)
 format:
 	clang-format -i $(FORMATTED)
 format-check:
 	clang-format --dry-run -Werror $(FORMATTED)
 
--include $(wildcard $(B)/*.d build/fuzz/*.d)
+-include $(wildcard $(B)/*.d build/fuzz/*.d build/tsan/*_tsan*.d)

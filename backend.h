@@ -42,9 +42,9 @@ struct seg {
 
 // What changes from step to step, on the device; uploaded by `put` before the operations of a step.
 struct step {
-    struct mem token;   // int32 [n_rows]
-    struct mem pos;     // int32 [n_rows], position of each row in its sequence
-    struct mem seq;     // int32 [n_rows], which page table it belongs to
+    struct mem token; // int32 [n_rows]
+    struct mem pos;   // int32 [n_rows], position of each row in its sequence
+    struct mem seq;   // int32 [n_rows], which page table it belongs to
     // int32 [n_seq, table_len], page ids: 0 of layers that see everything, 1 of window layers, where entries before the
     // window are not valid
     struct mem table[2];
@@ -140,18 +140,18 @@ struct backend_ops {
                     struct mem y);
 };
 
-// The CUDA backend, kernels.cu, where it is part of the build. cuda_open gives null and a text where there is no driver or
-// no such device; cuda_devices gives how many there are, and describes the first `most`.
-#if defined(ENGINE_CUDA)
+// The CUDA backend, kernels.cu. Where it is not part of the build, the addresses of these functions are null. cuda_open
+// gives null and a text where there is no driver or no such device; cuda_devices gives how many there are, and
+// describes the first `most`. Both are quick and say nothing.
 struct cuda_device {
     char name[64];
     int32_t major, minor; // compute capability
     uint64_t memory;
 };
-int cuda_devices(struct cuda_device *out, int most);
-struct backend *cuda_open(int device, char *error, size_t cap);
-void cuda_close(struct backend *);
-const struct backend_ops *cuda_backend_ops(void);
-#endif
+#define BACKEND_OPTIONAL __attribute__((weak))
+BACKEND_OPTIONAL int cuda_devices(struct cuda_device *out, int most);
+BACKEND_OPTIONAL struct backend *cuda_open(int device, char *error, size_t cap);
+BACKEND_OPTIONAL void cuda_close(struct backend *);
+BACKEND_OPTIONAL const struct backend_ops *cuda_backend_ops(void);
 
 #endif

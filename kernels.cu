@@ -1,4 +1,5 @@
-// kernels.cu: the CUDA backend: kernels, and the functions that fill the table of backend.h.   MIT licence, see LICENSE.
+// kernels.cu: the CUDA backend: kernels, and the functions that fill the table of backend.h.   MIT licence, see
+// LICENSE.
 //
 // CONTENTS
 //   1. BASICS      what differs between nvcc and the simulator; small device functions
@@ -9,13 +10,15 @@
 //   6. OPERATIONS  the table
 //
 // CONVENTIONS
-//   - A kernel takes one struct, its arguments. Operations do not launch; they append to a list, which runs when the host
+//   - A kernel takes one struct, its arguments. Operations do not launch; they append to a list, which runs when the
+//   host
 //     wants something (put, get, copy, sync). A list that comes a second time becomes a CUDA graph, so a decode step is
 //     one launch: its arguments hold no position.
 //   - Integer products equal the CPU's bit for bit: the same activations, exact sums in a block, the same order of the
-//     eight partial sums (chapter QUANTS of engine.cpp). So do float products, with their sixteen. A result never depends
-//     on how many rows are in the call.
-//   - Everything is compiled by nvcc with -fmad=false, and by g++ through tests/cusim. Fused operations are written out.
+//     eight partial sums (chapter QUANTS of engine.cpp). So do float products, with their sixteen. A result never
+//     depends on how many rows are in the call.
+//   - Everything is compiled by nvcc with -fmad=false, and by g++ through tests/cusim. Fused operations are written
+//   out.
 #include "backend.h"
 
 #include <atomic>
@@ -368,12 +371,14 @@ template <int TYPE, int C> static __global__ __launch_bounds__(VEC_WARPS * 32) v
 #pragma unroll
         for (int c = 0; c < C; c++) {
             if (C > 4 && T::BLOCK == 256 && c == C / 2)
-                __syncwarp(); // so that the compiler does not load all rows of x at once, for which registers are too few
+                __syncwarp(); // so that the compiler does not load all rows of x at once, for which registers are too
+                              // few
             int dot = q.dot(x[c] + int64_t(b) * T::BLOCK, part), low = 0;
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 1);
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 2);
             if (T::MINS) {
-                low = q.minimum(reinterpret_cast<const int16_t *>(x[c] + a.act.s_at) + int64_t(b) * (T::BLOCK / 16), part);
+                low = q.minimum(reinterpret_cast<const int16_t *>(x[c] + a.act.s_at) + int64_t(b) * (T::BLOCK / 16),
+                                part);
                 if (T::BLOCK == 256) {
                     low += __shfl_xor_sync(uint32_t(ALL), low, 1);
                     low += __shfl_xor_sync(uint32_t(ALL), low, 2);
@@ -406,7 +411,8 @@ template <int TYPE> DEVICE float float_at(const uint8_t *w, int64_t k) {
 }
 
 // Sixteen lanes for R weight rows and C rows of x.
-template <int TYPE, int R, int C> static __global__ __launch_bounds__(VEC_WARPS * 32) void matmul_floats(matmul_args a) {
+template <int TYPE, int R, int C>
+static __global__ __launch_bounds__(VEC_WARPS * 32) void matmul_floats(matmul_args a) {
     const matmul_tile tile = find_tile(a, VEC_WARPS * 2 * R);
     const int lane = threadIdx.x & 15, first = tile.first + int(threadIdx.x >> 4) * R, t0 = int(blockIdx.y) * C;
     const uint8_t *w[R];
@@ -446,8 +452,8 @@ template <int TYPE, int R, int C> static __global__ __launch_bounds__(VEC_WARPS 
         }
 }
 
-// What a block of the _mm kernel has in shared memory. Rows of quants are 16 bytes longer than 256, so that they start in
-// different banks.
+// What a block of the _mm kernel has in shared memory. Rows of quants are 16 bytes longer than 256, so that they start
+// in different banks.
 template <int TYPE> struct mm_space {
     typedef traits<TYPE> T;
     enum { NB = 256 / T::BLOCK, SUBS = T::BLOCK == 256 ? 256 / T::SUB : 1, LD = 68, MINS = T::MINS };
@@ -494,7 +500,8 @@ template <int TYPE> static __global__ __launch_bounds__(MM_THREADS, 1) void matm
             const int i = u & 15, t = u >> 4;
             const uint8_t *from = x + min(t0 + t, a.n_rows - 1) * a.x_stride;
             if (i * 16 < left * T::BLOCK) {
-                reinterpret_cast<int4 *>(s->xs[t])[i] = reinterpret_cast<const int4 *>(from + int64_t(b0) * T::BLOCK)[i];
+                reinterpret_cast<int4 *>(s->xs[t])[i] =
+                    reinterpret_cast<const int4 *>(from + int64_t(b0) * T::BLOCK)[i];
                 if (T::MINS)
                     s->sums[t][i] = reinterpret_cast<const int16_t *>(from + a.act.s_at)[b0 * (T::BLOCK / 16) + i];
             }
@@ -636,11 +643,11 @@ template <int TYPE> static __global__ __launch_bounds__(ATTEND_THREADS) void kv_
     const int64_t id = a.c.table[int64_t(a.c.seq[t]) * a.c.table_len + pos / PAGE_TOKENS];
     uint8_t *page = a.c.pool + uint64_t(id) * a.c.page_bytes;
     const uint64_t slot = uint64_t(h) * PAGE_TOKENS + pos % PAGE_TOKENS;
-    put_row<TYPE>(page + a.c.k_offset + slot * a.c.k_row_bytes, a.k + t * a.ld_k + int64_t(h) * a.c.dim_k, a.c.dim_k, warp,
-                  lane);
+    put_row<TYPE>(page + a.c.k_offset + slot * a.c.k_row_bytes, a.k + t * a.ld_k + int64_t(h) * a.c.dim_k, a.c.dim_k,
+                  warp, lane);
     if (!a.c.shared)
-        put_row<TYPE>(page + a.c.v_offset + slot * a.c.v_row_bytes, a.v + t * a.ld_v + int64_t(h) * a.c.dim_v, a.c.dim_v,
-                      warp, lane);
+        put_row<TYPE>(page + a.c.v_offset + slot * a.c.v_row_bytes, a.v + t * a.ld_v + int64_t(h) * a.c.dim_v,
+                      a.c.dim_v, warp, lane);
 }
 
 struct attend_args {
@@ -1034,9 +1041,7 @@ static __global__ __launch_bounds__(ROW_THREADS) void glu(glu_args a) {
     g = a.clamp_gate > 0 && g > a.clamp_gate ? a.clamp_gate : g;
     u = a.clamp_up > 0 && u > a.clamp_up ? a.clamp_up : u;
     u = a.clamp_up > 0 && u < -a.clamp_up ? -a.clamp_up : u;
-    const float e = a.kind == 0   ? -g
-                    : a.kind == 1 ? -1.59576912f * fmaf(0.044715f * g * g, g, g)
-                                  : -1.702f * g;
+    const float e = a.kind == 0 ? -g : a.kind == 1 ? -1.59576912f * fmaf(0.044715f * g * g, g, g) : -1.702f * g;
     a.y[t * a.ld_y + k] = __fdiv_rn(g, 1.0f + exact_exp(e)) * (a.kind == 2 ? u + 1.0f : u);
 }
 
@@ -1242,9 +1247,8 @@ static uint8_t *stage(cuda_backend *be, uint64_t bytes) {
 }
 
 // Appends a launch. `args` has no padding that is not zero.
-template <class A>
-static launch_record *append(cuda_backend *be, const char *name, void (*kernel)(A), dim3 grid, int block, const A &args,
-                             uint64_t shared = 0) {
+template <class A> static launch_record *append(cuda_backend *be, const char *name, void (*kernel)(A), dim3 grid,
+                                                int block, const A &args, uint64_t shared = 0) {
     static_assert(sizeof(A) <= ARG_BYTES, "a launch record holds the arguments");
     if (grid.x == 0 || grid.y == 0 || grid.z == 0)
         return nullptr;
@@ -1441,7 +1445,9 @@ static act_layout act_plan(int block, int n_in) {
 }
 
 static uint64_t act_bytes(const matmul_op *op, const format_row &f) {
-    return f.act == ACT_F32 ? 0 : uint64_t(op->n_group) * uint64_t(op->n_rows) * uint64_t(act_plan(f.block, op->n_in).stride);
+    return f.act == ACT_F32
+               ? 0
+               : uint64_t(op->n_group) * uint64_t(op->n_rows) * uint64_t(act_plan(f.block, op->n_in).stride);
 }
 
 static uint64_t cuda_matmul_scratch(backend *, const matmul_op *op, const mat *w) {
@@ -1537,7 +1543,8 @@ static void cuda_matmul(backend *b, const matmul_op *op, mem y, const mat *w, me
         matmul_args old;
         memcpy(static_cast<void *>(&old), r.args, sizeof old);
         bool joins = r.kernel == reinterpret_cast<void (*)()>(c.kernel) && old.n_item < MAX_ITEMS && old.x == a.x &&
-                     old.x_stride == a.x_stride && old.n_rows == a.n_rows && old.n_in == a.n_in && old.n_group == a.n_group;
+                     old.x_stride == a.x_stride && old.n_rows == a.n_rows && old.n_in == a.n_in &&
+                     old.n_group == a.n_group;
         for (int i = 0; i < old.n_item && joins; i++)
             joins = !overlap(m.y, y_bytes, old.item[i].y, int64_t(old.n_rows) * old.item[i].ld_y * 4);
         if (joins) {
@@ -1556,9 +1563,8 @@ static void cuda_matmul(backend *b, const matmul_op *op, mem y, const mat *w, me
 }
 
 // What follows another operation's launch: the activations in the scratch space are no longer known to be current.
-template <class A>
-static void operate(backend *b, const char *name, void (*kernel)(A), dim3 grid, int block, const A &args,
-                    uint64_t shared = 0) {
+template <class A> static void operate(backend *b, const char *name, void (*kernel)(A), dim3 grid, int block,
+                                       const A &args, uint64_t shared = 0) {
     append(self(b), name, kernel, grid, block, args, shared);
     self(b)->quantized = {};
 }

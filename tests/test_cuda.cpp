@@ -5,7 +5,11 @@
 #include "cusim/control.h"
 #include "opened.h"
 
-#if defined(ENGINE_CUDA)
+// As NEED_SHARED; a reason of its own, since this program is not there where CUDA's headers are not.
+#define CUDA_NEED_SHARED(var, name)                                                                                    \
+    const std::string var = test::shared_path(name);                                                                   \
+    if (var.empty())                                                                                                   \
+    GTEST_SKIP() << "[cudashared] no " << (name) << " in ../shared/data or $ENGINE_TEST_DATA"
 
 namespace {
 
@@ -510,23 +514,44 @@ void cuda_check_model(const std::string &path, int n_steps, double tolerance, co
 }
 
 TEST(Cuda, Stories) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     for (const char *type : {"f16", "q8_0", "q4_0"})
         cuda_check_model(dir + "/stories260K-" + type + ".gguf", 64, *type == 'f' ? 1e-6 : 1e-3);
     for (const char *type : {"f32", "bf16", "q5_1"})
         cuda_check_model(dir + "/stories260K-" + type + ".gguf", 8, *type != 'q' ? 1e-6 : 1e-3);
 }
 
+TEST(Cuda, ShippedModel) { cuda_check_model(model_shipped, 6, 1e-3); }
+
 TEST(Cuda, TinyChat) {
-    NEED_SHARED(dir, "tiny-chat");
+    CUDA_NEED_SHARED(dir, "tiny-chat");
     cuda_check_model(dir + "/tiny-chat-q4_k_m.gguf", 6, 1e-3);
+}
+
+// Norms of heads, biases, pairs of halves, windows, gelu; weights that are random, so choices need not be clear.
+TEST(Cuda, OtherArchitectures) {
+    test::temp_dir tmp;
+    for (const char *o : {"--arch qwen3 --layers 2 --embd 64 --heads 4 --kv-heads 2 --ffn 96 --vocab 300 --type Q4_0",
+                          "--arch qwen2 --layers 2 --embd 64 --heads 4 --kv-heads 1 --ffn 96 --vocab 300 --type Q5_1",
+                          "--preset gemma3-tiny --vocab 300 --type Q8_0 --window 20"}) {
+        const std::string path = model_make(tmp, o);
+        open_model cpu(path);
+        cuda_model gpu(path);
+        open_session a(cpu.m), b(gpu.m.get());
+        model_ids ids = model_prompt(45, 290);
+        for (int i = 0; i < 3; i++) {
+            a.sync(ids), b.sync(ids);
+            EXPECT_LT(cuda_error_of(b.logits(), a.logits()), 1e-3) << o;
+            ids.push_back(i);
+        }
+    }
 }
 
 // What the issue asks for in full: minutes.
 TEST(Cuda, WholeModelsLong) {
     if (!test::long_tests())
-        GTEST_SKIP() << "[long] minutes of simulation";
-    NEED_SHARED(dir, "tiny-chat");
+        GTEST_SKIP() << "[cudalong] minutes of simulation";
+    CUDA_NEED_SHARED(dir, "tiny-chat");
     for (const char *type : {"f16", "q8_0", "q4_k_m", "q4_0"})
         cuda_check_model(dir + "/tiny-chat-" + type + ".gguf", 64, *type == 'f' ? 1e-6 : 1e-3);
 }
@@ -534,7 +559,7 @@ TEST(Cuda, WholeModelsLong) {
 // The same logits whatever the chunk, whether rows are stored exactly or not, in a second session, after a rewind, and
 // for the rows of two sessions in one step.
 TEST(Cuda, SameBitsWhateverTheChunk) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     for (const char *type : {"q8_0", "f16"})
         for (const char *kv : {"f16", "q8_0"}) {
             cuda_model m(dir + "/stories260K-" + type + ".gguf");
@@ -557,7 +582,7 @@ TEST(Cuda, SameBitsWhateverTheChunk) {
 
 // Pages move between the backends: a session that the CPU saved goes on on the device, and the other way round.
 TEST(Cuda, SessionsLoadOnTheOtherBackend) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     const std::string path = dir + "/stories260K-q4_0.gguf";
     test::temp_dir tmp;
     const model_ids ids = model_prompt(140, 512);
@@ -583,7 +608,7 @@ TEST(Cuda, SessionsLoadOnTheOtherBackend) {
 
 // A decode step of stories260K: how many launches, and that steps are graphs.
 TEST(Cuda, StepsAreGraphs) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     cuda_model m(dir + "/stories260K-q8_0.gguf");
     open_session s(m.m.get());
     s.sync({1});
@@ -598,7 +623,7 @@ TEST(Cuda, StepsAreGraphs) {
 }
 
 TEST(Cuda, FailedAllocationsAreClear) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     const std::string path = dir + "/stories260K-q8_0.gguf";
     bool worked = false;
     int n = 1;
@@ -635,7 +660,7 @@ TEST(Cuda, FailedAllocationsAreClear) {
 }
 
 TEST(Cuda, ALostDeviceIsAnError) {
-    NEED_SHARED(dir, "stories260K");
+    CUDA_NEED_SHARED(dir, "stories260K");
     cuda_model m(dir + "/stories260K-q8_0.gguf");
     {
         open_session s(m.m.get());
@@ -705,5 +730,3 @@ TEST(Cuda, MemoryGrowsAndCopies) {
 }
 
 } // namespace
-
-#endif

@@ -1,6 +1,6 @@
-// cusim.cpp: the scheduler of the fibers, device memory, streams and graphs: the part of the CUDA runtime that kernels.cu
-// calls, linked in its place. Work on a stream waits until something waits for it, so that a buffer that is used
-// again too early shows.
+// cusim.cpp: the scheduler of the fibers, device memory, streams and graphs: the part of the CUDA runtime that
+// kernels.cu calls, linked in its place. Work on a stream waits until something waits for it, so that a buffer that is
+// used again too early shows.
 #include "cusim.h"
 
 #include <cstdarg>

@@ -1,5 +1,5 @@
-// cusim.h: what kernels.cu needs to be compiled as ordinary C++ and to run on the processor, for tests. Each CUDA thread
-// is a fiber; a block's fibers run on one thread of the operating system, one block after the other.
+// cusim.h: what kernels.cu needs to be compiled as ordinary C++ and to run on the processor, for tests. Each CUDA
+// thread is a fiber; a block's fibers run on one thread of the operating system, one block after the other.
 //
 // What it finds: a missing barrier (by the order of lanes, CUSIM_ORDER=fwd|rev|a number, and by clang's thread
 // sanitizer), shared memory that is read before it is written (it is filled with NaN), device memory that the host
