@@ -108,7 +108,7 @@ $(B)/engine: $(CUDA_OBJECT)
 endif
 # -fmad=false: a product and a sum are fused only where the source says so.
 CUDA_ARCHS ?= 75 80 86 89 90 100 120
-NVCC_FLAGS := -std=c++17 -O3 -fmad=false -Xptxas -v -Xcompiler -Wall,-Wextra,-fPIC,-fvisibility=hidden \
+NVCC_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -Xfatbin -compress-all -Xptxas -v -Xcompiler -Wall,-Wextra,-fPIC,-fvisibility=hidden \
     $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$a,code=sm_$a) -gencode arch=compute_75,code=compute_75
 $(B)/kernels.o: kernels.cu backend.h shaders/ops.h shaders/quants.h Makefile | $(B)
 	$(NVCC) $(NVCC_FLAGS) -c kernels.cu -o $@ 2>$(B)/kernels.log || { cat $(B)/kernels.log >&2; false; }

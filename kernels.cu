@@ -355,11 +355,13 @@ template <int TYPE, int C> static __global__ __launch_bounds__(VEC_WARPS * 32) v
         return;
     const int t0 = int(blockIdx.y) * C, n_block = a.act.n_block;
     const uint8_t *w = tile.m.w + (int64_t(tile.group) * tile.m.n_out + row) * tile.m.row_bytes;
-    const uint8_t *x[C];
+    // Rows beyond the last one repeat it. Offsets, since eight pointers would take sixteen registers.
+    const uint8_t *x = a.x + tile.group * a.x_group + t0 * a.x_stride;
+    int row_at[C];
     float p[C];
 #pragma unroll
     for (int c = 0; c < C; c++) {
-        x[c] = a.x + tile.group * a.x_group + min(t0 + c, a.n_rows - 1) * a.x_stride;
+        row_at[c] = min(c, a.n_rows - 1 - t0) * a.act.stride;
         p[c] = 0.0f;
     }
 #pragma unroll(T::BLOCK == 32 ? 4 : 1)
@@ -373,19 +375,19 @@ template <int TYPE, int C> static __global__ __launch_bounds__(VEC_WARPS * 32) v
             if (C > 4 && T::BLOCK == 256 && c == C / 2)
                 __syncwarp(); // so that the compiler does not load all rows of x at once, for which registers are too
                               // few
-            int dot = q.dot(x[c] + int64_t(b) * T::BLOCK, part), low = 0;
+            const uint8_t *xc = x + row_at[c];
+            int dot = q.dot(xc + b * T::BLOCK, part), low = 0;
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 1);
             dot += __shfl_xor_sync(uint32_t(ALL), dot, 2);
             if (T::MINS) {
-                low = q.minimum(reinterpret_cast<const int16_t *>(x[c] + a.act.s_at) + int64_t(b) * (T::BLOCK / 16),
-                                part);
+                low = q.minimum(reinterpret_cast<const int16_t *>(xc + a.act.s_at) + b * (T::BLOCK / 16), part);
                 if (T::BLOCK == 256) {
                     low += __shfl_xor_sync(uint32_t(ALL), low, 1);
                     low += __shfl_xor_sync(uint32_t(ALL), low, 2);
                 }
             }
             if (live) {
-                const float dx = reinterpret_cast<const float *>(x[c] + a.act.d_at)[b];
+                const float dx = reinterpret_cast<const float *>(xc + a.act.d_at)[b];
                 p[c] = fmaf(q.d * dx, float(dot), p[c]);
                 if (T::MINS)
                     p[c] = fmaf(T::BLOCK == 32 ? q.dmin * dx : -(q.dmin * dx), float(low), p[c]);
@@ -716,7 +718,7 @@ template <int NQ> struct attend_space {
 };
 
 // The block's query rows: NQ consecutive ones of all rows' heads of one KV head.
-template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS, 4) void attend(attend_args a) {
+template <int TYPE, int NQ> static __global__ __launch_bounds__(ATTEND_THREADS, 3) void attend(attend_args a) {
     DYN_SHARED(attend_space<NQ>, w);
     const int tid = int(threadIdx.x), warp = tid >> 5, lane = tid & 31, kv = int(blockIdx.y);
     const int first = int(blockIdx.x) * NQ, n = min(int(NQ), a.n_rows * a.group - first);
