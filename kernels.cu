@@ -202,21 +202,24 @@ template <int TYPE> struct quarter {
         } else if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
             const uint4 head = __ldg(reinterpret_cast<const uint4 *>(at)); // d, dmin, twelve bytes of scales and minima
             const uint4 *q = reinterpret_cast<const uint4 *>(at + (TYPE == TYPE_Q4_K ? 16 : 48) + part * 32);
-            const uint4 v[2] = {__ldg(q), __ldg(q + 1)};
-            const uint32_t n[8] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w};
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                w[i] = int(n[i] & 0x0f0f0f0fu);
-                w[i + 8] = int(n[i] >> 4 & 0x0f0f0f0fu);
-            }
-            if constexpr (TYPE == TYPE_Q5_K) {
-                const uint4 *fifth = reinterpret_cast<const uint4 *>(at + 16);
-                const uint4 f[2] = {__ldg(fifth), __ldg(fifth + 1)};
-                const uint32_t m[8] = {f[0].x, f[0].y, f[0].z, f[0].w, f[1].x, f[1].y, f[1].z, f[1].w};
+            for (int h = 0; h < 2; h++) {
+                const uint4 v = __ldg(q + h);
+                const uint32_t n[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    w[i] |= int((m[i] >> (part * 2) & 0x01010101u) << 4);
-                    w[i + 8] |= int((m[i] >> (part * 2 + 1) & 0x01010101u) << 4);
+                for (int i = 0; i < 4; i++) {
+                    w[h * 4 + i] = int(n[i] & 0x0f0f0f0fu);
+                    w[h * 4 + i + 8] = int(n[i] >> 4 & 0x0f0f0f0fu);
+                }
+                if constexpr (TYPE == TYPE_Q5_K) {
+                    const uint4 f = __ldg(reinterpret_cast<const uint4 *>(at + 16) + h);
+                    const uint32_t m[4] = {f.x, f.y, f.z, f.w};
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const uint32_t fifth = m[i] >> (part * 2);
+                        w[h * 4 + i] |= int(fifth << 4 & 0x10101010u);
+                        w[h * 4 + i + 8] |= int(fifth << 3 & 0x10101010u);
+                    }
                 }
             }
 #pragma unroll

@@ -613,8 +613,9 @@ TEST(Cuda, StepsAreGraphs) {
     open_session s(m.m.get());
     const long first = cusim::count.launches;
     s.sync({1});
-    // Embedding, thirteen of each layer, and three of the head: norm, quantize, one launch for queries, keys and values,
-    // rope of both, kv_put, attend, quantize, output; norm, quantize, gate and up, glu, down (whose weights are floats).
+    // Embedding, thirteen of each layer, and three of the head: norm, quantize, one launch for queries, keys and
+    // values, rope of both, kv_put, attend, quantize, output; norm, quantize, gate and up, glu, down (whose weights are
+    // floats).
     EXPECT_EQ(cusim::count.launches - first, 1 + 13 * 5 + 3);
     s.greedy(6); // both places of the hidden state have had their second turn
     const cusim::counters before = cusim::count;

@@ -272,6 +272,9 @@ static void start_fiber(fiber *f, unsigned i, dim3 b, dim3 g, uint3 block) {
     f->st = READY;
     f->lane = int(i & 31), f->warp = int(i >> 5);
     warps[size_t(f->warp)].live |= 1u << f->lane;
+#if ASAN
+    __asan_unpoison_memory_region(f->stack + STACK - 4096, 4096); // frames that the fiber before left there at its end
+#endif
     void **sp = reinterpret_cast<void **>(f->stack + STACK - 64);
     *--sp = nullptr;
     *--sp = reinterpret_cast<void *>(fiber_entry);
