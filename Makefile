@@ -213,7 +213,7 @@ $(B)/cusim.o: tests/cusim/cusim.cpp Makefile | $(B)
 $(B)/kernels_sim.o: kernels.cu Makefile | $(B)
 	$(CXX) $(SIM_FLAGS) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) -x c++ -c $< -o $@
 $(B)/test_cuda: tests/test_cuda.cpp $(B)/kernels_sim.o $(B)/cusim.o Makefile | $(B)
-	$(CXX) $(BASE) $(if $(CLANG),,-Wno-subobject-linkage) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) $(filter-out Makefile,$^) -o $@ $(TEST_LINK)
+	$(CXX) $(BASE) $(if $(CLANG),,-Wno-subobject-linkage) $(SIM_OPT) $(DEPFLAGS) $(CXXFLAGS) $< $(B)/kernels_sim.o $(B)/cusim.o -o $@ $(TEST_LINK)
 build/tsan/test_cuda_outer.o: tests/test_cuda.cpp Makefile
 	@mkdir -p build/tsan
 	clang++ -std=c++20 -pthread -O1 -MMD -MP -MT $@ -MF $@.d -c $< -o $@
