@@ -41,9 +41,9 @@ struct seg {
 
 // What changes from step to step, on the device; uploaded by `put` before the operations of a step.
 struct step {
-    struct mem token;   // int32 [n_rows]
-    struct mem pos;     // int32 [n_rows], position of each row in its sequence
-    struct mem seq;     // int32 [n_rows], which page table it belongs to
+    struct mem token; // int32 [n_rows]
+    struct mem pos;   // int32 [n_rows], position of each row in its sequence
+    struct mem seq;   // int32 [n_rows], which page table it belongs to
     // int32 [n_seq, table_len], page ids: 0 of layers that see everything, 1 of window layers, where entries before the
     // window are not valid
     struct mem table[2];
