@@ -9527,14 +9527,18 @@ static void check_caller(const engine_model &m) {
         fail(ENGINE_EINVAL, "a callback that is given logits may not compute on the model that called it");
 }
 
+static engine_session &need_session(engine_session *session) {
+    check_pointer("session", session);
+    return *session;
+}
+
 // Held by each call that computes: callbacks may not start another one on the session, and a cancel that came before
 // the call ends it at once, while one that comes too late to stop it does not harm the next.
 struct computing {
     engine_session &s;
     const bool computes;
     // computes: false for calls that use the session without computing on it, which no cancel is meant for.
-    explicit computing(engine_session *session, bool does = true) : s(*session), computes(does) {
-        check_pointer("session", session);
+    explicit computing(engine_session *session, bool does = true) : s(need_session(session)), computes(does) {
         if (s.busy)
             fail(ENGINE_EINVAL, "a callback may not compute on or change the session that called it");
         check_caller(s.model);
