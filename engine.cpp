@@ -1296,7 +1296,8 @@ static model_file open_model_file(const char *path, bool no_mmap) {
 
 // clang-format off
 enum json_kind : uint8_t { JSON_NULL, JSON_BOOL, JSON_INT, JSON_FLOAT, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
-static const char *const json_kind_names[] = {"null", "a bool", "an integer", "a float", "a string", "an array", "an object"};
+static const char *const json_kind_names[] = {
+    "null", "a bool", "an integer", "a float", "a string", "an array", "an object"};
 // clang-format on
 static const int JSON_MAX_DEPTH = 256;
 
@@ -8781,9 +8782,8 @@ struct file_writer {
 
 // What a saved page needs beside its bytes.
 struct saved_page {
-    int32_t id;    // in the pool
-    int32_t rows;  // that count
-    int64_t index; // in the timeline
+    int32_t id;   // in the pool
+    int32_t rows; // that count
 };
 
 static digest page_digest(const digest &head, uint64_t no, const buffer &page) {
@@ -8811,7 +8811,7 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
     };
     const vector<int32_t> &all = s.cache.table[SEES_ALL], &window = s.cache.table[SEES_WINDOW];
     for (size_t i = 0; i < all.size(); i++)
-        pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+        pages[SEES_ALL].push_back({all[i], rows_of(s.n_done, int64_t(i))});
     vector<saved_page> &kept =
         pages[SEES_WINDOW];                     // first the pages that only checkpoints have, then the timeline's own
     std::unordered_map<int32_t, size_t> number; // of a page in this list
@@ -8823,7 +8823,7 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
                 continue;
             const auto added = number.emplace(c.pages[i], kept.size());
             if (added.second)
-                kept.push_back({c.pages[i], rows, int64_t(index)});
+                kept.push_back({c.pages[i], rows});
             saved_page &p = kept[added.first->second];
             p.rows = std::max(p.rows, rows);
         }
@@ -8831,7 +8831,7 @@ static string session_bytes(const engine_session &s, vector<saved_page> *pages) 
     for (size_t i = 0; i < window.size(); i++)
         if (window[i] >= 0) {
             number[window[i]] = kept.size();
-            kept.push_back({window[i], rows_of(s.n_done, int64_t(i)), int64_t(i)});
+            kept.push_back({window[i], rows_of(s.n_done, int64_t(i))});
         }
 
     session_head head = {};

@@ -115,14 +115,15 @@ struct open_session {
 const std::string model_shipped = test::root_path("models/tiny-chat-q8_0.gguf");
 
 // A fixed pseudo-random prompt.
-model_ids model_prompt(int n, int n_vocab) {
+model_ids model_prompt(int n, int n_vocab, uint32_t seed = 12345) {
     model_ids ids;
-    uint32_t x = 12345;
+    uint32_t x = seed;
     for (int i = 0; i < n; i++)
         ids.push_back(int32_t((x = x * 1664525u + 1013904223u) >> 8) % n_vocab);
     return ids;
 }
 
+// A synthetic model of tools/make_model, which the build folder has.
 std::string model_make(const test::temp_dir &dir, const std::string &options) {
     const char *build = getenv("ENGINE_BUILD");
     const std::string path = dir / "model.gguf";

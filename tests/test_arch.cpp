@@ -2,37 +2,23 @@
 #include "unit.h"
 
 #include "gguf_writer.h"
+#include "opened.h"
 
 #include <deque>
 #include <functional>
 
 namespace {
 
-typedef std::vector<int32_t> arch_ids;
 typedef std::vector<std::vector<float>> arch_rows; // logits after each token
 
 // Every test's model is this one with other options behind it.
 const std::string arch_tiny = "--preset gemma3-tiny ";
 
-std::string arch_make(const test::temp_dir &dir, const std::string &options) {
-    const char *build = getenv("ENGINE_BUILD");
-    const std::string path = dir / "model.gguf";
-    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
-    const test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
-    EXPECT_EQ(r.code, 0) << r.err;
-    return path;
-}
-
-arch_ids arch_prompt(int n, int n_vocab) {
-    arch_ids ids;
-    uint32_t x = 4321;
-    for (int i = 0; i < n; i++)
-        ids.push_back(int32_t((x = x * 1664525u + 1013904223u) >> 8) % n_vocab);
-    return ids;
-}
+// Not the other suites' prompt: the golden logits belong to this one.
+model_ids arch_prompt(int n, int n_vocab) { return model_prompt(n, n_vocab, 4321); }
 
 // The logits after each of `ids`, evaluated `chunk` tokens at a time.
-arch_rows arch_run(const std::string &path, const arch_ids &ids, int chunk, int threads = 1, const char *cpu = "") {
+arch_rows arch_run(const std::string &path, const model_ids &ids, int chunk, int threads = 1, const char *cpu = "") {
     arch_rows rows;
     engine_error err = {};
     engine_model *m = nullptr;
@@ -69,7 +55,7 @@ TEST(Arch, Gemma3GoldenOfLlamaCpp) {
                       {{247, 17.661f}, {225, 8.497f}, {33, 8.129f}},
                       {{51, 18.317f}, {82, 8.410f}, {179, 8.078f}}};
     test::temp_dir dir;
-    const arch_rows rows = arch_run(arch_make(dir, arch_tiny), arch_prompt(200, 320), 512);
+    const arch_rows rows = arch_run(model_make(dir, arch_tiny), arch_prompt(200, 320), 512);
     for (int i = 0; i < 3; i++)
         for (const auto &top : golden[i])
             EXPECT_NEAR(rows[size_t(i < 2 ? 31 + i : 199)][size_t(top.id)], top.logit, 0.01) << i << " " << top.id;
@@ -95,7 +81,7 @@ TEST(Arch, Gemma3EqualsLlamaCpp) {
     std::deque<test::temp_dir> dirs;
     for (const auto &c : cases) {
         dirs.emplace_back();
-        command.push_back(arch_make(dirs.back(), arch_tiny + c.options));
+        command.push_back(model_make(dirs.back(), arch_tiny + c.options));
         std::string tokens;
         for (int32_t id : arch_prompt(c.n, 320))
             tokens += (tokens.empty() ? "" : ",") + std::to_string(id);
@@ -126,8 +112,8 @@ TEST(Arch, Gemma3EqualsLlamaCpp) {
 
 TEST(Arch, Gemma3SameBitsForEveryChunkThreadAndInstructionSet) {
     test::temp_dir dir;
-    const std::string path = arch_make(dir, arch_tiny + "--type Q8_0 --head-dim 40");
-    const arch_ids ids = arch_prompt(160, 320);
+    const std::string path = model_make(dir, arch_tiny + "--type Q8_0 --head-dim 40");
+    const model_ids ids = arch_prompt(160, 320);
     const arch_rows want = arch_run(path, ids, 160, 1, "plain");
     for (const char *cpu : {"plain", "avx2", "avx512"})
         for (int threads : {1, 2, 3})
@@ -146,8 +132,8 @@ TEST(Arch, Gemma3SameBitsForEveryChunkThreadAndInstructionSet) {
 TEST(Arch, Gemma3SameBitsInLongContexts) {
     test::temp_dir dir;
     const std::string path =
-        arch_make(dir, arch_tiny + "--layers 2 --window-pattern 2 --window 100 --embd 32 --ctx 4096");
-    const arch_ids ids = arch_prompt(2250, 320);
+        model_make(dir, arch_tiny + "--layers 2 --window-pattern 2 --window 100 --embd 32 --ctx 4096");
+    const model_ids ids = arch_prompt(2250, 320);
     const arch_rows want = arch_run(path, ids, 512, 2);
     EXPECT_EQ(arch_run(path, ids, 200, 3), want);
     EXPECT_EQ(arch_run(path, ids, 129, 1, "avx2"), want);
@@ -159,17 +145,17 @@ TEST(Arch, WindowLayersForgetOldTokens) {
     for (int layers : {1, 3}) {
         test::temp_dir dir;
         const std::string options = arch_tiny + "--window 16 --layers " + std::to_string(layers);
-        arch_ids ids = arch_prompt(200, 320), other = ids;
+        model_ids ids = arch_prompt(200, 320), other = ids;
         other[0] = (ids[0] + 1) % 320;
         const size_t reach = size_t(layers) * 15;
-        const std::string path = arch_make(dir, options + " --window-pattern 0");
+        const std::string path = model_make(dir, options + " --window-pattern 0");
         for (int chunk : {1, 16, 17, 200}) {
             const arch_rows a = arch_run(path, ids, chunk), b = arch_run(path, other, chunk);
             for (size_t i = 0; i < a.size(); i++)
                 EXPECT_EQ(a[i] == b[i], i > reach) << i << " with " << layers << " layers";
         }
         // With one layer that sees everything, all rows change.
-        const std::string mixed = arch_make(dir, options + " --window-pattern " + std::to_string(layers));
+        const std::string mixed = model_make(dir, options + " --window-pattern " + std::to_string(layers));
         const arch_rows a = arch_run(mixed, ids, 200), b = arch_run(mixed, other, 200);
         for (size_t i = 0; i < a.size(); i++)
             EXPECT_NE(a[i], b[i]) << i;
@@ -179,10 +165,10 @@ TEST(Arch, WindowLayersForgetOldTokens) {
 // A window that is not full yet changes nothing: 15 and 16 tokens in a window of 16 are seen as in a large one.
 TEST(Arch, WindowEdges) {
     test::temp_dir dir, dir_all;
-    const std::string path = arch_make(dir, arch_tiny + "--window 16"),
-                      all = arch_make(dir_all, arch_tiny + "--window 1000000000");
+    const std::string path = model_make(dir, arch_tiny + "--window 16"),
+                      all = model_make(dir_all, arch_tiny + "--window 1000000000");
     for (int n : {1, 15, 16, 17, 18}) {
-        const arch_ids ids = arch_prompt(n, 320);
+        const model_ids ids = arch_prompt(n, 320);
         const arch_rows a = arch_run(path, ids, 512), b = arch_run(all, ids, 512);
         for (size_t i = 0; i < a.size(); i++)
             EXPECT_EQ(a[i] == b[i], i < 16) << i << " of " << n;
@@ -191,8 +177,8 @@ TEST(Arch, WindowEdges) {
 
 TEST(Arch, WindowLayersAfterRewind) {
     test::temp_dir dir;
-    const std::string path = arch_make(dir, arch_tiny + "--window 16");
-    const arch_ids ids = arch_prompt(300, 320);
+    const std::string path = model_make(dir, arch_tiny + "--window 16");
+    const model_ids ids = arch_prompt(300, 320);
     const arch_rows want = arch_run(path, ids, 512);
     engine_error err = {};
     engine_model *m = nullptr;
@@ -291,9 +277,9 @@ TEST(Arch, WindowPatterns) {
 TEST(Arch, Gemma3WithWrongNumbers) {
     test::temp_dir dir;
     const std::string path =
-        arch_make(dir, arch_tiny + "--layers 2 --window-pattern 2 --rope-scaling linear --rope-factor 2");
+        model_make(dir, arch_tiny + "--layers 2 --window-pattern 2 --rope-scaling linear --rope-factor 2");
     const std::string valid = test::read_file(path);
-    const arch_ids ids = arch_prompt(40, 320);
+    const model_ids ids = arch_prompt(40, 320);
     int numbers = 0, opened = 0, refused = 0;
     for (size_t at = 0; (at = valid.find("gemma3.", at)) != std::string::npos; at++) {
         uint64_t length;

@@ -2,16 +2,9 @@
 // says.
 #include "unit.h"
 
-namespace {
+#include "opened.h"
 
-std::string tools_make(const test::temp_dir &dir, const std::string &options) {
-    const char *build = getenv("ENGINE_BUILD");
-    const std::string path = dir / "model.gguf";
-    const std::string tool = test::root_path(std::string(build && *build ? build : "build/release") + "/make_model");
-    test::command_result r = test::shell("'" + tool + "' " + path + " " + options);
-    EXPECT_EQ(r.code, 0) << r.err;
-    return path;
-}
+namespace {
 
 struct tools_spread {
     double mean = 0, deviation = 0;
@@ -32,7 +25,7 @@ TEST(Tools, MakeModelScalesTheWeightsOfEveryFormat) {
     for (const format &f : formats) {
         test::temp_dir dir;
         model_file file = open_model_file(
-            tools_make(dir, strf("--layers 1 --embd 512 --ffn 512 --vocab 512 --pure --type %s", f.name)).c_str(),
+            model_make(dir, strf("--layers 1 --embd 512 --ffn 512 --vocab 512 --pure --type %s", f.name)).c_str(),
             false);
         const tensor_info *up = file.find("blk.0.ffn_up.weight"), *down = file.find("blk.0.ffn_down.weight");
         ASSERT_TRUE(up && down);
@@ -47,9 +40,9 @@ TEST(Tools, MakeModelScalesTheWeightsOfEveryFormat) {
 
 TEST(Tools, MakeModelIsDeterministicAndSeeded) {
     test::temp_dir dir;
-    const std::string a = test::read_file(tools_make(dir, "--type Q4_K_M --embd 256"));
-    EXPECT_EQ(a, test::read_file(tools_make(dir, "--embd 256 --type Q4_K_M --seed 1")));
-    EXPECT_NE(a, test::read_file(tools_make(dir, "--type Q4_K_M --embd 256 --seed 2")));
+    const std::string a = test::read_file(model_make(dir, "--type Q4_K_M --embd 256"));
+    EXPECT_EQ(a, test::read_file(model_make(dir, "--embd 256 --type Q4_K_M --seed 1")));
+    EXPECT_NE(a, test::read_file(model_make(dir, "--type Q4_K_M --embd 256 --seed 2")));
 }
 
 // Odd shapes of every architecture, and the mixes: whole models that the engine runs.
@@ -69,7 +62,7 @@ TEST(Tools, MakeModelWritesModelsThatRun) {
     };
     for (const auto &c : cases) {
         test::temp_dir dir;
-        const std::string path = tools_make(dir, c.options);
+        const std::string path = model_make(dir, c.options);
         engine_error err = {};
         engine_model *model = nullptr;
         engine_session *session = nullptr;
